@@ -1,0 +1,40 @@
+// The paged KV cache as kernels see it: two strided views and the geometry of their blocks.
+#pragma once
+#include <cstdint>
+
+#include "core/dtype.h"
+
+namespace paged_ops {
+
+// One of K or V: [num_blocks, block_size, num_kv_heads, head_dim], last dimension contiguous.
+// NHD, HND, K and V interleaved, and block-major pools over all layers differ in strides only.
+// Strides are in bytes and 64-bit: a pool may exceed 2^31 bytes and 2^31 elements.
+struct CacheView {
+  void* data;
+  int64_t stride_block;
+  int64_t stride_token;
+  int64_t stride_head;
+};
+
+struct PagedKV {
+  CacheView key;    // [num_blocks, block_size, num_kv_heads, key_head_dim]
+  CacheView value;  // [num_blocks, block_size, num_kv_heads, value_head_dim]
+  int64_t num_blocks;
+  int32_t block_size;
+  int32_t num_kv_heads;
+  int32_t key_head_dim;
+  int32_t value_head_dim;
+  DType dtype;
+};
+
+// Where a sequence's tokens lie: row s of `block_tables` lists the blocks of sequence s in order.
+// Entries past ceil(seq_lens[s] / block_size) are never read.
+struct BlockTables {
+  const int32_t* block_ids;  // [num_seqs, max_blocks_per_seq], rows `stride` entries apart
+  const int32_t* seq_lens;   // [num_seqs], tokens in the cache, the query's own included
+  int64_t stride;
+  int32_t num_seqs;
+  int32_t max_blocks_per_seq;
+};
+
+}  // namespace paged_ops
