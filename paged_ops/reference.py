@@ -1,0 +1,315 @@
+"""The definition of every op: NumPy in float64, the clearest code that says what each one means.
+
+Both backends are held to this file. It has the public names and argument order, takes arrays of any kind
+that `numpy.asarray` accepts (bfloat16 through `ml_dtypes`) and returns float64; the ops that work in place
+write the caches they are given, in the caches' own dtype. `workspace_size` and `supports` speak about an
+implementation and have no definition here.
+
+Words used throughout
+
+- A *paged cache* is `[num_blocks, block_size, num_kv_heads, head_dim]` with any strides; keys and values have
+  one each, and their head dims may differ (`Dk`, `Dv`).
+- Token `t` of sequence `s` lies in block `block_tables[s, t // block_size]` at offset `t % block_size`. Its
+  *slot* is `block * block_size + offset`. Entries of a block table past `ceil(seq_lens[s] / block_size)` mean
+  nothing and are not read; neither is anything in a block past the sequence's end.
+- Query head `h` reads KV head `h // (num_q_heads // num_kv_heads)` (grouped-query attention, Ainslie et al.
+  2023, arXiv:2305.13245).
+- A *state* is a pair `(out, lse)`: attention over some set of keys, and the natural log of the sum of the
+  exponentials of their logits. It is all that is needed to go on over further keys (Milakov and Gimelshein
+  2018, arXiv:1805.02867).
+- A row that sees no key has `out = 0` and `lse = -inf`. Every row of an output is written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+F64 = NDArray[np.float64]
+
+
+# --- attention: one predicate, one formula for a logit, one softmax -------------------------------------
+
+
+def visible(key_position: NDArray[Any], query_position: int, *, causal: bool) -> NDArray[np.bool_]:
+    """Which keys a query token sees. Whatever it does not see has no influence at all, not even as NaN.
+
+    causal: key_position <= query_position.
+    """
+    seen = np.ones(key_position.shape, bool)
+    if causal:
+        seen &= key_position <= query_position
+    return seen
+
+
+def logits(query: F64, keys: F64, *, scale: float) -> F64:
+    """The logit of each key for each query head: `scale * (query . key)`.
+
+    query `[num_q_heads, Dk]`, keys `[num_keys, num_q_heads, Dk]` (for each query head those of its KV head)
+    -> `[num_q_heads, num_keys]`.
+    """
+    return scale * np.einsum("hd,nhd->hn", query, keys)
+
+
+def attend(scores: F64, values: F64) -> tuple[F64, F64]:
+    """The state of a set of keys: `out = sum_j exp(score_j - lse) value_j`, `lse = log sum_j exp(score_j)`.
+
+    scores `[num_q_heads, num_keys]`, values `[num_keys, num_q_heads, Dv]` -> out `[num_q_heads, Dv]`, lse
+    `[num_q_heads]`. No keys: 0 and -inf.
+    """
+    if scores.shape[1] == 0:
+        return np.zeros(values.shape[1:]), np.full(values.shape[1], -np.inf)
+    lse = np.logaddexp.reduce(scores, axis=1)
+    return np.einsum("hn,nhd->hd", np.exp(scores - lse[:, None]), values), lse
+
+
+def paged_attention(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    cu_seqlens_q: ArrayLike,
+    *,
+    causal: bool = True,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of each sequence's last query tokens over its paged cache.
+
+    query         `[num_tokens, num_q_heads, Dk]`
+    key_cache     `[num_blocks, block_size, num_kv_heads, Dk]`, value_cache the same with `Dv`
+    block_tables  `[num_seqs, max_blocks_per_seq]` int32
+    seq_lens      `[num_seqs]` int32: tokens in the cache, those of the query included
+    cu_seqlens_q  `[num_seqs + 1]` int32, from 0 upwards: rows `cu_seqlens_q[s] : cu_seqlens_q[s + 1]` of the
+                  query belong to sequence s; rows from `cu_seqlens_q[num_seqs]` on are padding, see nothing
+    scale         multiplies query . key; `Dk ** -0.5` unless given
+    -> out `[num_tokens, num_q_heads, Dv]`, and with `return_lse` also lse `[num_tokens, num_q_heads]`
+
+    The query tokens of a sequence are its last ones: token t of q_len sits at position `seq_len - q_len + t`,
+    and when causal it sees the keys at positions up to its own. A token at a negative position
+    (q_len > seq_len) sees nothing. When not causal every query token sees all `seq_len` keys.
+    """
+    query, cu_seqlens_q = _float64(query), np.asarray(cu_seqlens_q)
+    key_cache, value_cache = np.asarray(key_cache), np.asarray(value_cache)
+    block_tables, seq_lens = np.asarray(block_tables), np.asarray(seq_lens)
+    num_tokens, num_q_heads, key_head_dim = query.shape
+    group = num_q_heads // key_cache.shape[2]
+    if scale is None:
+        scale = key_head_dim**-0.5
+
+    out = np.zeros((num_tokens, num_q_heads, value_cache.shape[3]))
+    lse = np.full((num_tokens, num_q_heads), -np.inf)
+    for seq, seq_len in enumerate(seq_lens):
+        keys = np.repeat(sequence_tokens(key_cache, block_tables[seq], seq_len), group, axis=1)
+        values = np.repeat(sequence_tokens(value_cache, block_tables[seq], seq_len), group, axis=1)
+        key_position = np.arange(seq_len)
+        begin, end = cu_seqlens_q[seq], cu_seqlens_q[seq + 1]
+        for row in range(begin, end):
+            query_position = seq_len - end + row
+            seen = visible(key_position, query_position, causal=causal)
+            out[row], lse[row] = attend(logits(query[row], keys[seen], scale=scale), values[seen])
+    return (out, lse) if return_lse else out
+
+
+def paged_attention_decode(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    scale: float | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of one query token per sequence: `paged_attention` with every q_len 1.
+
+    query `[num_seqs, num_q_heads, Dk]`; the other arguments and the results as in `paged_attention`.
+    """
+    ones = np.arange(len(np.asarray(seq_lens)) + 1)
+    return paged_attention(
+        query, key_cache, value_cache, block_tables, seq_lens, ones, scale=scale, return_lse=return_lse
+    )
+
+
+def merge_attention_states(
+    out_a: ArrayLike, lse_a: ArrayLike, out_b: ArrayLike, lse_b: ArrayLike
+) -> tuple[F64, F64]:
+    """The state of the union of two disjoint sets of keys, from the state of each.
+
+    out_a, out_b `[num_tokens, num_heads, head_dim]`, lse_a, lse_b `[num_tokens, num_heads]` -> out, lse alike
+
+        lse = log(exp(lse_a) + exp(lse_b))
+        out = exp(lse_a - lse) out_a + exp(lse_b - lse) out_b
+
+    A state with `lse = -inf` is the identity: its `out` is not looked at. Two of them give 0 and -inf. The
+    result may be written over either input.
+    """
+    out_a, lse_a, out_b, lse_b = _float64(out_a), _float64(lse_a), _float64(out_b), _float64(lse_b)
+    lse = np.logaddexp(lse_a, lse_b)
+
+    def share(out: F64, own_lse: F64) -> F64:
+        empty = np.isneginf(own_lse)
+        weight = np.exp(own_lse - np.where(empty, 0.0, lse))
+        return np.where(empty[..., None], 0.0, weight[..., None] * out)
+
+    return share(out_a, lse_a) + share(out_b, lse_b), lse
+
+
+# --- the cache: write, copy, swap, gather ---------------------------------------------------------------
+
+
+def write_kv_cache(
+    key: ArrayLike,
+    value: ArrayLike,
+    key_cache: NDArray[Any],
+    value_cache: NDArray[Any],
+    slot_mapping: ArrayLike,
+) -> None:
+    """Stores token t's key and value at slot `slot_mapping[t]` of the caches, in place.
+
+    key `[>= num_tokens, num_kv_heads, Dk]`, value the same with `Dv`, slot_mapping `[num_tokens]` int64. A
+    negative slot is skipped; `slot_mapping` alone says how many tokens there are, so key and value may be
+    padded. Slots of one call are distinct (of two equal ones, which token stays is not defined). Nothing else
+    is touched.
+    """
+    key, value, slot_mapping = np.asarray(key), np.asarray(value), np.asarray(slot_mapping)
+    num_blocks, block_size = key_cache.shape[:2]
+    _require_below("slot_mapping", slot_mapping, num_blocks * block_size)
+    for token, slot in enumerate(slot_mapping):
+        if slot >= 0:
+            key_cache[slot // block_size, slot % block_size] = key[token]
+            value_cache[slot // block_size, slot % block_size] = value[token]
+
+
+def copy_blocks(caches: NDArray[Any] | Sequence[NDArray[Any]], block_pairs: ArrayLike) -> None:
+    """For each pair (source, destination), in every cache: block destination becomes a copy of block source.
+
+    caches: one tensor or a list of them, dimension 0 = block; block_pairs `[num_pairs, 2]` int64. The pairs
+    have no order: destinations differ, and no block is both a source and a destination.
+    """
+    pairs = np.asarray(block_pairs)
+    sources, destinations = pairs[:, 0], pairs[:, 1]
+    if len(np.unique(destinations)) != len(pairs) or np.intersect1d(sources, destinations).size:
+        raise ValueError("block_pairs: a block is a destination twice, or both a source and a destination")
+    for cache in [caches] if isinstance(caches, np.ndarray) else caches:
+        _require_index("block_pairs", pairs, len(cache))
+        for source, destination in pairs:
+            cache[destination] = cache[source]
+
+
+def swap_blocks(source: NDArray[Any], destination: NDArray[Any], block_pairs: ArrayLike) -> None:
+    """For each pair (s, d): block d of the pool `destination` becomes a copy of block s of the pool `source`.
+
+    source, destination `[num_blocks, ...]`, alike but for num_blocks and strides, not overlapping, on any
+    devices; block_pairs `[num_pairs, 2]` int64 in host memory, destinations differ.
+    """
+    pairs = np.asarray(block_pairs)
+    if len(np.unique(pairs[:, 1])) != len(pairs):
+        raise ValueError("block_pairs: a block is a destination twice")
+    _require_index("block_pairs", pairs[:, 0], len(source))
+    _require_index("block_pairs", pairs[:, 1], len(destination))
+    for s, d in pairs:
+        destination[d] = source[s]
+
+
+def gather_kv_cache(
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    *,
+    num_tokens: int | None = None,
+) -> tuple[F64, F64, NDArray[np.int32]]:
+    """The tokens of each sequence out of the paged caches, one after the other.
+
+    -> key `[num_rows, num_kv_heads, Dk]`, value alike with `Dv`, cu_seqlens `[num_seqs + 1]` int32: token t
+    of sequence s is row `cu_seqlens[s] + t`. `num_tokens` fixes num_rows (>= the sum of seq_lens); rows past
+    the last token are zero.
+    """
+    key_cache, value_cache = np.asarray(key_cache), np.asarray(value_cache)
+    block_tables, seq_lens = np.asarray(block_tables), np.asarray(seq_lens)
+    cu_seqlens = np.concatenate([[0], np.cumsum(seq_lens)]).astype(np.int32)
+    num_rows = int(cu_seqlens[-1]) if num_tokens is None else num_tokens
+    key = np.zeros((num_rows, *key_cache.shape[2:]))
+    value = np.zeros((num_rows, *value_cache.shape[2:]))
+    for seq, seq_len in enumerate(seq_lens):
+        rows = slice(cu_seqlens[seq], cu_seqlens[seq + 1])
+        key[rows] = sequence_tokens(key_cache, block_tables[seq], seq_len)
+        value[rows] = sequence_tokens(value_cache, block_tables[seq], seq_len)
+    return key, value, cu_seqlens
+
+
+@dataclass(frozen=True)
+class KVPool:
+    """The keys and values of all layers, block-major: all of a block's bytes are contiguous.
+
+    tensor  `[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]` for layout "NHD",
+            `[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]` for layout "HND"
+    """
+
+    tensor: NDArray[Any]
+    layout: Literal["NHD", "HND"]
+
+    def key(self, layer: int) -> NDArray[Any]:
+        """A layer's key cache: a view `[num_blocks, block_size, num_kv_heads, head_dim]` in any layout."""
+        return self._cache(layer, 0)
+
+    def value(self, layer: int) -> NDArray[Any]:
+        """A layer's value cache, shaped as its key cache."""
+        return self._cache(layer, 1)
+
+    def _cache(self, layer: int, which: int) -> NDArray[Any]:
+        cache = self.tensor[:, layer, which]
+        return cache if self.layout == "NHD" else cache.swapaxes(1, 2)
+
+
+def allocate_kv_pool(
+    num_blocks: int,
+    block_size: int,
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    *,
+    dtype: Any = np.float32,
+    layout: Literal["NHD", "HND"] = "NHD",
+) -> KVPool:
+    """A pool for `num_layers` layers. Its contents are not defined: here NaN, lest anybody rely on them."""
+    inner = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
+    return KVPool(np.full((num_blocks, num_layers, 2, *inner, head_dim), np.nan, dtype), layout)
+
+
+# --- shared ---------------------------------------------------------------------------------------------
+
+
+def sequence_tokens(cache: NDArray[Any], table: NDArray[Any], seq_len: int) -> F64:
+    """The tokens of one sequence in order, float64 `[seq_len, num_kv_heads, head_dim]`: the page walk.
+
+    cache `[num_blocks, block_size, num_kv_heads, head_dim]`, table `[max_blocks_per_seq]`. The only reader of
+    a block table, and of as much of it as the sequence's length calls for.
+    """
+    num_blocks, block_size = cache.shape[:2]
+    if not 0 <= seq_len <= len(table) * block_size:
+        raise ValueError(f"seq_lens: got {seq_len}, wanted 0 .. {len(table) * block_size}")
+    used = table[: -(-seq_len // block_size)]
+    _require_index("block_tables", used, num_blocks)
+    return _float64(cache[used].reshape(-1, *cache.shape[2:])[:seq_len])
+
+
+def _float64(array: ArrayLike) -> F64:
+    return np.asarray(array).astype(np.float64)
+
+
+def _require_below(name: str, values: NDArray[Any], limit: int) -> None:
+    if (values >= limit).any():
+        raise ValueError(f"{name}: got {values.max()}, wanted below {limit}")
+
+
+def _require_index(name: str, values: NDArray[Any], limit: int) -> None:
+    if (values < 0).any():
+        raise ValueError(f"{name}: got {values.min()}, wanted 0 .. {limit - 1}")
+    _require_below(name, values, limit)

@@ -1,0 +1,1 @@
+"""What tests and benchmarks share: cases, tolerances, backends, mutations. Needs the `test` extra."""

@@ -1,0 +1,272 @@
+"""The one generator of inputs for tests and benchmarks: a frozen `Case`, and `build`, which makes its arrays.
+
+The numbers are chosen so that errors show. Logits have a standard deviation of about 1.8, and at each place
+where implementations go wrong (ends of a sequence, of a block, of a chunk, of what a query token sees) a key
+holds a visible share of the softmax. Whatever must not be read is poison: unused blocks and tails of blocks
+hold NaN, and unused entries of a block table hold wild ids.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged_ops.testing import arrays
+
+Array = NDArray[Any]
+
+# Entries of a block table that nobody may use: out of any pool's range, and out of int32's when multiplied.
+WILD_BLOCK_IDS = (2**30, -7, 2**31 - 1, -(2**31))
+
+# Keys are split at multiples of this in both backends; spikes are planted on both sides of the first cut.
+CHUNK_TOKENS = 512
+
+
+# --- layouts: the caches' memory ------------------------------------------------------------------------
+
+
+def _contiguous(num_blocks: int, block_size: int, heads: int, dims: tuple[int, int], new: Any) -> Any:
+    return tuple(new((num_blocks, block_size, heads, dim)) for dim in dims)
+
+
+def _hnd(num_blocks: int, block_size: int, heads: int, dims: tuple[int, int], new: Any) -> Any:
+    return tuple(new((num_blocks, heads, block_size, dim)).swapaxes(1, 2) for dim in dims)
+
+
+def _interleaved(num_blocks: int, block_size: int, heads: int, dims: tuple[int, int], new: Any) -> Any:
+    both = new((num_blocks, 2, block_size, heads, max(dims)))
+    return both[:, 0, :, :, : dims[0]], both[:, 1, :, :, : dims[1]]
+
+
+def _pool(num_blocks: int, block_size: int, heads: int, dims: tuple[int, int], new: Any) -> Any:
+    layers = new((num_blocks, 3, 2, block_size, heads, max(dims)))
+    return layers[:, 1, 0, :, :, : dims[0]], layers[:, 1, 1, :, :, : dims[1]]
+
+
+def _pool_hnd(num_blocks: int, block_size: int, heads: int, dims: tuple[int, int], new: Any) -> Any:
+    layers = new((num_blocks, 3, 2, heads, block_size, max(dims))).swapaxes(3, 4)
+    return layers[:, 2, 0, :, :, : dims[0]], layers[:, 2, 1, :, :, : dims[1]]
+
+
+def _unaligned(num_blocks: int, block_size: int, heads: int, dims: tuple[int, int], new: Any) -> Any:
+    """No row of a head starts at a multiple of more than its element's size."""
+    return tuple(new((num_blocks, block_size, heads, dim + 3))[..., 1 : dim + 1] for dim in dims)
+
+
+# name -> (num_blocks, block_size, num_kv_heads, (Dk, Dv), new storage of a shape) -> key and value caches
+LAYOUTS: dict[str, Callable[..., tuple[Array, Array]]] = {
+    "NHD": _contiguous,
+    "HND": _hnd,
+    "interleaved": _interleaved,
+    "pool": _pool,
+    "pool HND": _pool_hnd,
+    "unaligned": _unaligned,
+}
+
+
+# --- a case and its inputs ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """All that determines the inputs of an attention call (and of the cache ops, which use its caches)."""
+
+    seq_lens: tuple[int, ...]
+    q_lens: tuple[int, ...] | None = None  # None: decode
+    dtype: str = "float32"
+    num_q_heads: int = 4
+    num_kv_heads: int = 2
+    head_dim: int = 64
+    value_head_dim: int | None = None  # None: as head_dim
+    block_size: int = 16
+    layout: str = "NHD"
+    causal: bool = True
+    scale: float | None = None
+    padding: int = 0  # query tokens after the last sequence's (not in decode)
+    strided: bool = False  # query out of a fused QKV tensor, block table out of a wider one
+    logit_offset: float = 0.0  # added to every logit, which must change the LSE only
+    poison: float = math.nan  # what unused memory holds
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        assert self.num_q_heads % self.num_kv_heads == 0 and self.layout in LAYOUTS
+        assert self.q_lens is None or len(self.q_lens) == len(self.seq_lens)
+        assert self.q_lens is not None or self.padding == 0
+
+    def __str__(self) -> str:
+        """What differs from the defaults, as a test's id."""
+        shown = []
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if value is not field.default and value != field.default:
+                text = "+".join(map(str, value)) if isinstance(value, tuple) else str(value)
+                shown.append(f"{field.name}={text}")
+        return " ".join(shown)
+
+    @property
+    def group(self) -> int:
+        return self.num_q_heads // self.num_kv_heads
+
+    @property
+    def dim_value(self) -> int:
+        return self.head_dim if self.value_head_dim is None else self.value_head_dim
+
+    @property
+    def query_lens(self) -> tuple[int, ...]:
+        return (1,) * len(self.seq_lens) if self.q_lens is None else self.q_lens
+
+    @property
+    def applied_scale(self) -> float:
+        return self.head_dim**-0.5 if self.scale is None else self.scale
+
+    def blocks_of(self, seq_len: int) -> int:
+        return -(-seq_len // self.block_size)
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """The tensors of one call, all of one kind (numpy arrays or torch tensors)."""
+
+    case: Case
+    query: Any  # [num_tokens, num_q_heads, Dk]
+    key_cache: Any  # [num_blocks, block_size, num_kv_heads, Dk]
+    value_cache: Any  # [num_blocks, block_size, num_kv_heads, Dv]
+    block_tables: Any  # [num_seqs, max_blocks_per_seq] int32
+    seq_lens: Any  # [num_seqs] int32
+    cu_seqlens_q: Any  # [num_seqs + 1] int32; None: decode
+
+    def attention(self, ops: Any, **options: Any) -> Any:
+        """Calls `ops.paged_attention_decode` or `ops.paged_attention`; ops: `paged_ops` or its reference."""
+        tensors = (self.query, self.key_cache, self.value_cache, self.block_tables, self.seq_lens)
+        options.setdefault("scale", self.case.scale)
+        options.setdefault("return_lse", True)
+        if self.cu_seqlens_q is None:
+            return ops.paged_attention_decode(*tensors, **options)
+        options.setdefault("causal", self.case.causal)
+        return ops.paged_attention(*tensors, self.cu_seqlens_q, **options)
+
+    def map(self, convert: Callable[[Array], Any]) -> Inputs:
+        """The same inputs with every tensor converted."""
+        names = [field.name for field in fields(self) if field.name != "case"]
+        tensors = {name: getattr(self, name) for name in names}
+        return replace(self, **{n: convert(t) for n, t in tensors.items() if t is not None})
+
+    def new_out(self) -> Array:
+        """A NaN-filled numpy array for the output."""
+        shape = len(self.query), self.case.num_q_heads, self.case.dim_value
+        return arrays.filled(shape, arrays.DTYPES[self.case.dtype])
+
+
+def build(case: Case) -> Inputs:
+    """The numpy inputs of a case; equal cases give equal bits."""
+    rng = np.random.default_rng(case.seed)
+    dtype = arrays.DTYPES[case.dtype]
+    num_tokens = sum(case.query_lens) + case.padding
+    dims = case.head_dim, case.dim_value
+
+    used = [case.blocks_of(seq_len) for seq_len in case.seq_lens]
+    num_blocks = sum(used) + 2
+    key_cache, value_cache = LAYOUTS[case.layout](
+        num_blocks,
+        case.block_size,
+        case.num_kv_heads,
+        dims,
+        lambda shape: arrays.filled(shape, dtype, case.poison),
+    )
+    block_tables = _tables(case, used, rng.permutation(num_blocks))
+
+    # Each KV head has a direction of +-1s that the queries of its group lean to. A key gets a logit of
+    # `height` on top of its noise when that direction is added to it, times height / sqrt(head_dim).
+    direction = rng.choice([-1.0, 1.0], (case.num_kv_heads, case.head_dim))
+    gain = case.head_dim**-0.5 / case.applied_scale
+    query = 1.5 * rng.standard_normal((num_tokens, case.num_kv_heads, case.group, case.head_dim))
+    query = gain * (query + direction[:, None, :]).reshape(num_tokens, case.num_q_heads, case.head_dim)
+
+    for seq, seq_len in enumerate(case.seq_lens):
+        height = np.full(seq_len, case.logit_offset)
+        height[_spikes(case, seq)] += math.log(max(seq_len, 1)) + 1.6
+        keys = rng.standard_normal((seq_len, case.num_kv_heads, case.head_dim))
+        keys += height[:, None, None] * direction * case.head_dim**-0.5
+        values = rng.standard_normal((seq_len, case.num_kv_heads, case.dim_value))
+        blocks, offsets = _places(block_tables[seq], seq_len, case.block_size)
+        key_cache[blocks, offsets] = keys.astype(dtype)
+        value_cache[blocks, offsets] = values.astype(dtype)
+
+    query = query.astype(dtype)
+    if case.strided:
+        fused = arrays.filled((num_tokens, case.num_q_heads + 2 * case.num_kv_heads, case.head_dim), dtype)
+        fused[:, : case.num_q_heads] = query
+        query = fused[:, : case.num_q_heads]
+    cu_seqlens_q = None
+    if case.q_lens is not None:
+        cu_seqlens_q = np.concatenate([[0], np.cumsum(case.q_lens)]).astype(np.int32)
+    seq_lens = np.array(case.seq_lens, np.int32)
+    return Inputs(case, query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q)
+
+
+def _tables(case: Case, used: list[int], ids: Array) -> Array:
+    """Block tables that hand out `ids` in turn, the rest wild. At least one column."""
+    columns = max([1, *used]) + 2
+    wild = itertools.cycle(WILD_BLOCK_IDS)
+    table = np.array([next(wild) for _ in range(len(used) * columns)], np.int32).reshape(len(used), columns)
+    first = 0
+    for seq, count in enumerate(used):
+        table[seq, :count] = ids[first : first + count]
+        first += count
+    return table[:, :-2] if case.strided else table
+
+
+def _places(table: Array, seq_len: int, block_size: int) -> tuple[Array, Array]:
+    """Block and offset of each token of a sequence."""
+    token = np.arange(seq_len)
+    return table[token // block_size], token % block_size
+
+
+def _spikes(case: Case, seq: int) -> list[int]:
+    """Where a sequence's spikes are: on both sides of every edge that one may miss by one."""
+    seq_len, block = case.seq_lens[seq], case.block_size
+    first_query = seq_len - case.query_lens[seq]
+    last_block = (seq_len - 1) // block * block
+    edges = [0, 1, block, first_query, first_query + 1, seq_len // 2, last_block, CHUNK_TOKENS, seq_len]
+    return sorted({place for edge in edges for place in (edge - 1, edge) if 0 <= place < seq_len})
+
+
+# --- other forms of the same inputs ---------------------------------------------------------------------
+
+
+def select_sequences(inputs: Inputs, seqs: Sequence[int]) -> Inputs:
+    """Only these sequences, in this order, over the same caches (numpy inputs)."""
+    bounds = np.arange(len(inputs.seq_lens) + 1) if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q
+    rows = [np.arange(bounds[s], bounds[s + 1]) for s in seqs]
+    cu_seqlens_q = None
+    if inputs.cu_seqlens_q is not None:
+        cu_seqlens_q = np.cumsum([0, *map(len, rows)]).astype(np.int32)
+    order = list(seqs)
+    return replace(
+        inputs,
+        query=inputs.query[np.concatenate(rows)] if rows else inputs.query[:0],
+        block_tables=inputs.block_tables[order],
+        seq_lens=inputs.seq_lens[order],
+        cu_seqlens_q=cu_seqlens_q,
+    )
+
+
+def one_sequence_per_token(inputs: Inputs) -> Inputs:
+    """The decode call that equals a causal varlen call: each query token a sequence that ends with it.
+
+    Needs q_len <= seq_len and no padding.
+    """
+    seqs = np.repeat(np.arange(len(inputs.seq_lens)), np.diff(inputs.cu_seqlens_q))
+    position = np.arange(len(seqs)) - inputs.cu_seqlens_q[seqs + 1] + inputs.seq_lens[seqs]
+    return replace(
+        inputs,
+        block_tables=inputs.block_tables[seqs],
+        seq_lens=(position + 1).astype(np.int32),
+        cu_seqlens_q=None,
+    )
