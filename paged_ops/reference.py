@@ -1,9 +1,10 @@
 """The definition of every op: NumPy in float64, the clearest code that says what each one means.
 
-Both backends are held to this file. It has the public names and argument order, takes arrays of any kind
-that `numpy.asarray` accepts (bfloat16 through `ml_dtypes`) and returns float64; the ops that work in place
-write the caches they are given, in the caches' own dtype. `workspace_size` and `supports` speak about an
-implementation and have no definition here.
+Both backends are held to this file. It has the public names and argument order, takes arrays of any kind that
+`numpy.asarray` accepts (bfloat16 through `ml_dtypes`) and returns float64; the ops that work in place write
+the caches they are given, in the caches' own dtype. Arguments that say where to write or how to run (`out`,
+`lse`, `workspace`, `check`) are left out, and so are `workspace_size` and `supports`, which speak about an
+implementation.
 
 Words used throughout
 
@@ -190,9 +191,11 @@ def copy_blocks(caches: NDArray[Any] | Sequence[NDArray[Any]], block_pairs: Arra
     """For each pair (source, destination), in every cache: block destination becomes a copy of block source.
 
     caches: one tensor or a list of them, dimension 0 = block; block_pairs `[num_pairs, 2]` int64. The pairs
-    have no order: destinations differ, and no block is both a source and a destination.
+    have no order: destinations differ, and no block is both a source and a destination, but that a pair of a
+    block with itself does nothing.
     """
     pairs = np.asarray(block_pairs)
+    pairs = pairs[pairs[:, 0] != pairs[:, 1]]
     sources, destinations = pairs[:, 0], pairs[:, 1]
     if len(np.unique(destinations)) != len(pairs) or np.intersect1d(sources, destinations).size:
         raise ValueError("block_pairs: a block is a destination twice, or both a source and a destination")
@@ -278,9 +281,9 @@ def allocate_kv_pool(
     dtype: Any = np.float32,
     layout: Literal["NHD", "HND"] = "NHD",
 ) -> KVPool:
-    """A pool for `num_layers` layers. Its contents are not defined: here NaN, lest anybody rely on them."""
+    """A pool of zeros for `num_layers` layers; any extent at least 1."""
     inner = (block_size, num_kv_heads) if layout == "NHD" else (num_kv_heads, block_size)
-    return KVPool(np.full((num_blocks, num_layers, 2, *inner, head_dim), np.nan, dtype), layout)
+    return KVPool(np.zeros((num_blocks, num_layers, 2, *inner, head_dim), dtype), layout)
 
 
 # --- shared ---------------------------------------------------------------------------------------------

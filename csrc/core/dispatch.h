@@ -11,7 +11,8 @@ struct Type {
 };
 
 // Calls f(Type<T>{}) with the T among Types whose dtype is `dtype`:
-//   dispatch<float, f16, bf16>("query", params.dtype, [&](auto t) { run<typename decltype(t)::type>(params); });
+//   dispatch<float, f16, bf16>("query", params.dtype, [&](auto t) { run<typename decltype(t)::type>(params);
+//   });
 template <class... Types, class F>
 void dispatch(const char* argument, DType dtype, F&& f) {
   const bool found = ((dtype == dtype_of<Types>::value ? (f(Type<Types>{}), true) : false) || ...);

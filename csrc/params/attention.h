@@ -17,16 +17,16 @@ struct AttentionParams {
   int64_t query_stride_token, query_stride_head;  // bytes
   int64_t out_stride_token, out_stride_head;      // bytes
   int32_t num_tokens;
-  int32_t num_q_heads;          // a multiple of kv.num_kv_heads
-  DType dtype;                  // of query and out
+  int32_t num_q_heads;  // a multiple of kv.num_kv_heads
+  DType dtype;          // of query and out
 
   PagedKV kv;
   BlockTables tables;
 
-  float scale;                  // multiplies query . key
+  float scale;  // multiplies query . key
   bool causal;
 
-  void* workspace;              // at least attention_workspace_nbytes() bytes, 256-byte aligned
+  void* workspace;  // at least attention_workspace_nbytes() bytes, 256-byte aligned
   size_t workspace_nbytes;
 };
 

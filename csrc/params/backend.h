@@ -12,9 +12,9 @@ namespace paged_ops {
 
 // Where and how a call runs.
 struct Context {
-  int device;        // ordinal; 0 on the CPU
-  void* stream;      // the caller's current stream; null on the CPU and for CUDA's default stream
-  bool check;        // check block ids and slots first (costs a synchronisation on a GPU)
+  int device;    // ordinal; 0 on the CPU
+  void* stream;  // the caller's current stream; null on the CPU and for CUDA's default stream
+  bool check;    // check block ids and slots first (costs a synchronisation on a GPU)
 };
 
 struct Backend {
@@ -27,6 +27,8 @@ struct Backend {
   void (*block_swap)(const BlockSwapParams&, const Context&);
   void (*gather)(const GatherParams&, const Context&);
   void (*merge_states)(const MergeStatesParams&, const Context&);
+  // True when `attention` manages with scratch of its own if params.workspace is null.
+  bool owns_scratch = false;
 };
 
 namespace cpu {

@@ -16,10 +16,10 @@ struct BlockShape {
 // For each pair (source, destination) the block is copied in every tensor. No block is both a source
 // and a destination in one call, and destinations differ.
 struct BlockCopyParams {
-  void* const* caches;         // HOST array [num_caches] of the tensors' addresses
+  void* const* caches;  // HOST array [num_caches] of the tensors' addresses
   int32_t num_caches;
   BlockShape block;
-  int64_t block_stride;        // bytes from a block to the next, the same in every tensor
+  int64_t block_stride;  // bytes from a block to the next, the same in every tensor
   int64_t num_blocks;
   const int64_t* block_pairs;  // [num_pairs, 2], contiguous, on the caches' device
   int64_t num_pairs;
@@ -29,7 +29,7 @@ struct BlockCopyParams {
 struct BlockSwapParams {
   const void* source;
   void* destination;
-  BlockShape source_block, destination_block;  // run_nbytes and num_runs are equal
+  BlockShape source_block, destination_block;             // run_nbytes and num_runs are equal
   int64_t source_block_stride, destination_block_stride;  // bytes
   int64_t source_num_blocks, destination_num_blocks;
   const int64_t* block_pairs;  // HOST array [num_pairs, 2] of (source block, destination block)

@@ -7,13 +7,13 @@
 namespace paged_ops {
 
 struct CacheWriteParams {
-  const void* key;              // [num_tokens, num_kv_heads, key_head_dim]
-  const void* value;            // [num_tokens, num_kv_heads, value_head_dim]
-  const int64_t* slot_mapping;  // [num_tokens], block * block_size + offset; negative = skip
-  int64_t key_stride_token, key_stride_head;      // bytes
+  const void* key;                            // [num_tokens, num_kv_heads, key_head_dim]
+  const void* value;                          // [num_tokens, num_kv_heads, value_head_dim]
+  const int64_t* slot_mapping;                // [num_tokens], block * block_size + offset; negative = skip
+  int64_t key_stride_token, key_stride_head;  // bytes
   int64_t value_stride_token, value_stride_head;  // bytes
-  int32_t num_tokens;           // what slot_mapping counts; key and value may be padded beyond it
-  DType dtype;                  // of key and value
+  int32_t num_tokens;  // what slot_mapping counts; key and value may be padded beyond it
+  DType dtype;         // of key and value
 
   PagedKV kv;
 };

@@ -1,0 +1,341 @@
+// Reading tensors of every framework without linking any of them.
+#include "bind/array.h"
+
+#include <algorithm>
+#include <array>
+
+namespace paged_ops::bind {
+
+namespace {
+
+// What is known of a Python type that offers the DLPack C exchange API. Types are few (torch.Tensor,
+// torch.nn.Parameter, ...), are never freed once seen here, and are looked up by address.
+struct KnownType {
+  PyTypeObject* type = nullptr;
+  const dlpack::ExchangeApi* api = nullptr;
+  bool has_autograd = false;
+};
+
+const dlpack::ExchangeApi* exchange_api_of(PyTypeObject* type) {
+  py::object capsule =
+      py::getattr(reinterpret_cast<PyObject*>(type), "__dlpack_c_exchange_api__", py::none());
+  if (capsule.is_none()) return nullptr;
+  auto* header =
+      static_cast<dlpack::ExchangeApiHeader*>(PyCapsule_GetPointer(capsule.ptr(), "dlpack_exchange_api"));
+  if (!header) throw py::error_already_set();
+  while (header && header->version.major != 1) header = header->previous;
+  return reinterpret_cast<const dlpack::ExchangeApi*>(header);
+}
+
+const KnownType* known_type(PyTypeObject* type) {
+  static std::array<KnownType, 16> known;
+  static size_t count = 0;
+  for (size_t i = 0; i < count; i++)
+    if (known[i].type == type) return known[i].api ? &known[i] : nullptr;
+  // NumPy arrays never get here; a type without the exchange API takes the capsule path, where one
+  // more attribute look-up does not show.
+  KnownType entry{type, exchange_api_of(type)};
+  if (!entry.api) return nullptr;
+  entry.has_autograd = py::hasattr(reinterpret_cast<PyObject*>(type), "requires_grad");
+  PAGED_OPS_REQUIRE(count < known.size(), "more than ", known.size(), " tensor types in one process");
+  Py_INCREF(type);
+  known[count] = entry;
+  return &known[count++];
+}
+
+bool is_true(py::handle object, PyObject* attribute) {
+  PyObject* value = PyObject_GetAttr(object.ptr(), attribute);
+  if (!value) throw py::error_already_set();
+  const bool yes = value == Py_True;
+  Py_DECREF(value);
+  return yes;
+}
+
+// A result computed here would silently drop out of the graph, and lazily negated views hold other
+// bits than values; both are refused.
+void require_plain(py::handle object, const char* name) {
+  static PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
+  static PyObject* is_grad_enabled =
+      py::object(py::module_::import("torch").attr("is_grad_enabled")).release().ptr();
+  if (is_true(object, requires_grad)) {
+    PyObject* enabled = PyObject_CallNoArgs(is_grad_enabled);
+    if (!enabled) throw py::error_already_set();
+    const bool on = enabled == Py_True;
+    Py_DECREF(enabled);
+    PAGED_OPS_REQUIRE(!on, name,
+                      ": requires a gradient, and the ops have no backward; detach it or call under "
+                      "torch.no_grad()");
+  }
+}
+
+void require_not_negated(py::handle object, const char* name) {
+  static PyObject* is_neg = PyUnicode_InternFromString("is_neg");
+  PyObject* negated = PyObject_CallMethodNoArgs(object.ptr(), is_neg);
+  if (!negated) throw py::error_already_set();
+  const bool yes = negated == Py_True;
+  Py_DECREF(negated);
+  PAGED_OPS_REQUIRE(!yes, name, ": is a lazily negated view; call resolve_neg() on it");
+}
+
+dlpack::DataType numpy_type(py::handle object) {
+  const py::dtype dtype = py::reinterpret_borrow<py::array>(object).dtype();
+  const auto bits = uint8_t(dtype.itemsize() * 8);
+  if (dtype.attr("isnative").cast<bool>()) {
+    switch (dtype.kind()) {
+      case 'i': return {dlpack::kInt, bits, 1};
+      case 'u': return {dlpack::kUInt, bits, 1};
+      case 'f': return {dlpack::kFloat, bits, 1};
+      case 'c': return {dlpack::kComplex, bits, 1};
+      case 'b': return {dlpack::kBool, bits, 1};
+      default:
+        if (dtype.attr("name").cast<std::string>() == "bfloat16") return {dlpack::kBfloat, 16, 1};
+    }
+  }
+  fail<TypeError>("dtype is ", py::str(dtype).cast<std::string>());
+}
+
+// The dtype objects that calls bring are few; their translation is remembered by address.
+dlpack::DataType numpy_type_cached(py::handle object) {
+  struct Entry {
+    PyObject* descriptor;
+    dlpack::DataType type;
+  };
+  static std::array<Entry, 16> cache{};
+  PyObject* descriptor = py::detail::array_proxy(object.ptr())->descr;
+  const size_t slot = (reinterpret_cast<uintptr_t>(descriptor) >> 4) % cache.size();
+  if (cache[slot].descriptor == descriptor) return cache[slot].type;
+  const dlpack::DataType type = numpy_type(object);
+  Py_INCREF(descriptor);
+  Py_XDECREF(cache[slot].descriptor);
+  cache[slot] = {descriptor, type};
+  return type;
+}
+
+py::module_ arrays_module() { return py::module_::import("paged_ops._arrays"); }
+
+}  // namespace
+
+Array::Array(py::handle object, const char* name, Use use) : name_(name), object_(object) {
+  load(object);
+  require_valid(use);
+}
+
+Array::~Array() {
+  if (managed_versioned_ && managed_versioned_->deleter) managed_versioned_->deleter(managed_versioned_);
+  if (managed_ && managed_->deleter) managed_->deleter(managed_);
+}
+
+void Array::load(py::handle object) {
+  if (py::isinstance<py::array>(object)) return view_numpy(object);
+  if (const KnownType* known = known_type(Py_TYPE(object.ptr()))) {
+    dlpack::Tensor tensor;
+    if (known->api->tensor_from_py_object_no_sync(object.ptr(), &tensor)) throw py::error_already_set();
+    view(tensor);
+    if (known->has_autograd && type_.code != dlpack::kInt) {
+      require_plain(object, name_);
+      require_not_negated(object, name_);
+    }
+    return;
+  }
+  view_capsule(object);
+}
+
+void Array::view(const dlpack::Tensor& tensor) {
+  PAGED_OPS_REQUIRE(tensor.ndim <= kMaxDims, name_, ": has ", tensor.ndim, " dimensions, at most ", kMaxDims,
+                    " are supported");
+  data_ = static_cast<char*>(tensor.data) + tensor.byte_offset;
+  ndim_ = tensor.ndim;
+  type_ = tensor.dtype;
+  device_ = tensor.device;
+  int64_t dense = 1;
+  for (int i = ndim_ - 1; i >= 0; i--) {
+    shape_[i] = tensor.shape[i];
+    stride_[i] = tensor.strides ? tensor.strides[i] : dense;
+    dense *= shape_[i];
+  }
+}
+
+void Array::view_numpy(py::handle object) {
+  const auto* array = py::detail::array_proxy(object.ptr());
+  PAGED_OPS_REQUIRE(array->nd <= kMaxDims, name_, ": has ", array->nd, " dimensions, at most ", kMaxDims,
+                    " are supported");
+  try {
+    type_ = numpy_type_cached(object);
+  } catch (const TypeError& error) {
+    fail<TypeError>(name_, ": ", error.what(), ", which no op takes");
+  }
+  data_ = array->data;
+  ndim_ = array->nd;
+  device_ = {dlpack::kCPU, 0};
+  readonly_ = !(array->flags & py::detail::npy_api::NPY_ARRAY_WRITEABLE_);
+  for (int i = 0; i < ndim_; i++) {
+    shape_[i] = array->dimensions[i];
+    PAGED_OPS_REQUIRE(array->strides[i] % itemsize() == 0 || shape_[i] <= 1, name_, ": stride of dimension ",
+                      i, " is ", array->strides[i], " bytes, wanted a multiple of the item size ",
+                      itemsize());
+    stride_[i] = array->strides[i] / itemsize();
+  }
+}
+
+void Array::view_capsule(py::handle object) {
+  if (!py::hasattr(object, "__dlpack__"))
+    fail<TypeError>(name_, ": is ", Py_TYPE(object.ptr())->tp_name,
+                    ", wanted a tensor (torch, numpy, cupy, or anything with __dlpack__)");
+  const py::object capsule = arrays_module().attr("dlpack_capsule")(object);
+  if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")) {
+    managed_versioned_ = static_cast<dlpack::ManagedTensorVersioned*>(
+        PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
+    PAGED_OPS_REQUIRE(managed_versioned_->version.major == 1, name_, ": its __dlpack__ speaks version ",
+                      managed_versioned_->version.major, " of DLPack, wanted 1");
+    PyCapsule_SetName(capsule.ptr(), "used_dltensor_versioned");
+    readonly_ = managed_versioned_->flags & dlpack::kFlagReadOnly;
+    view(managed_versioned_->tensor);
+  } else {
+    managed_ = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
+    if (!managed_) throw py::error_already_set();
+    PyCapsule_SetName(capsule.ptr(), "used_dltensor");
+    view(managed_->tensor);
+  }
+}
+
+void Array::require_valid(Use use) const {
+  PAGED_OPS_REQUIRE(data_ || size() == 0, name_, ": has elements but no memory (a fake or meta tensor?)");
+  for (int i = 0; i < ndim_; i++)
+    PAGED_OPS_REQUIRE(stride_[i] >= 0 || shape_[i] <= 1, name_, ": stride of dimension ", i, " is ",
+                      stride_[i], ", wanted a non-negative one");
+  if (use == Use::input) return;
+  PAGED_OPS_REQUIRE(!readonly_, name_, ": is read-only");
+  // Sorted by stride, each dimension must step over everything the smaller ones span.
+  std::array<int, kMaxDims> order;
+  int dims = 0;
+  for (int i = 0; i < ndim_; i++)
+    if (shape_[i] > 1) order[dims++] = i;
+  std::sort(order.begin(), order.begin() + dims, [&](int a, int b) { return stride_[a] < stride_[b]; });
+  int64_t span = 1;
+  for (int i = 0; i < dims; i++) {
+    const int dim = order[i];
+    PAGED_OPS_REQUIRE(stride_[dim] >= span, name_, ": overlaps itself (stride ", stride_[dim],
+                      " of dimension ", dim, " is less than the ", span, " elements it should step over)");
+    span = stride_[dim] * (shape_[dim] - 1) + span;
+  }
+}
+
+int64_t Array::size() const {
+  int64_t size = 1;
+  for (int i = 0; i < ndim_; i++) size *= shape_[i];
+  return size;
+}
+
+std::string Array::dtype_name() const {
+  if (type_.lanes != 1) return concat("a vector of ", type_.lanes, " lanes");
+  switch (type_.code) {
+    case dlpack::kInt: return concat("int", int(type_.bits));
+    case dlpack::kUInt: return concat("uint", int(type_.bits));
+    case dlpack::kFloat: return concat("float", int(type_.bits));
+    case dlpack::kBfloat: return concat("bfloat", int(type_.bits));
+    case dlpack::kComplex: return concat("complex", int(type_.bits));
+    case dlpack::kBool: return "bool";
+    default: return concat("DLPack type code ", int(type_.code), " of ", int(type_.bits), " bits");
+  }
+}
+
+std::string Array::device_name() const {
+  switch (device_.device_type) {
+    case dlpack::kCPU: return "cpu";
+    case dlpack::kCUDA: return concat("cuda:", device_.device_id);
+    case dlpack::kCUDAHost: return "cpu (pinned)";
+    case dlpack::kCUDAManaged: return concat("cuda:", device_.device_id, " (managed)");
+    default: return concat("DLPack device type ", device_.device_type);
+  }
+}
+
+std::string Array::shape_text() const {
+  std::string text = "(";
+  for (int i = 0; i < ndim_; i++) text += concat(i ? ", " : "", shape_[i]);
+  return text + (ndim_ == 1 ? ",)" : ")");
+}
+
+bool Array::is(DType wanted) const {
+  if (type_.lanes != 1 || type_.bits != paged_ops::itemsize(wanted) * 8) return false;
+  switch (wanted) {
+    case DType::f32:
+    case DType::f16: return type_.code == dlpack::kFloat;
+    case DType::bf16: return type_.code == dlpack::kBfloat;
+    case DType::i32:
+    case DType::i64: return type_.code == dlpack::kInt;
+  }
+  return false;
+}
+
+DType Array::dtype() const {
+  for (const DType dtype : {DType::bf16, DType::f16, DType::f32, DType::i32, DType::i64})
+    if (is(dtype)) return dtype;
+  fail<TypeError>(name_, ": dtype is ", dtype_name(), ", which no op takes here");
+}
+
+void Array::require_ndim(int ndim, const char* what) const {
+  PAGED_OPS_REQUIRE(ndim_ == ndim, name_, ": shape is ", shape_text(), ", wanted ", what);
+}
+
+void Array::require_shape(int dim, int64_t extent, const char* what) const {
+  PAGED_OPS_REQUIRE(shape_[dim] == extent, name_, ": shape is ", shape_text(), ", wanted ", extent, " (",
+                    what, ") in dimension ", dim);
+}
+
+void Array::require_dtype(DType wanted) const {
+  if (!is(wanted)) fail<TypeError>(name_, ": dtype is ", dtype_name(), ", wanted ", paged_ops::name(wanted));
+}
+
+void Array::require_last_contiguous() const {
+  const int last = ndim_ - 1;
+  PAGED_OPS_REQUIRE(stride_[last] == 1 || shape_[last] <= 1, name_, ": stride of the last dimension is ",
+                    stride_[last], ", wanted 1");
+}
+
+void Array::require_contiguous() const {
+  int64_t dense = 1;
+  for (int i = ndim_ - 1; i >= 0; i--) {
+    PAGED_OPS_REQUIRE(stride_[i] == dense || shape_[i] <= 1, name_, ": stride of dimension ", i, " is ",
+                      stride_[i], ", wanted ", dense, " (contiguous)");
+    dense *= shape_[i];
+  }
+}
+
+void Array::require_same_device(const Array& other) const {
+  const auto a = device_, b = other.device_;
+  PAGED_OPS_REQUIRE(a.device_type == b.device_type && a.device_id == b.device_id, name_, ": is on ",
+                    device_name(), ", wanted ", other.device_name(), " as ", other.name_);
+}
+
+const char* Array::end() const {
+  if (size() == 0) return begin();
+  int64_t last = 0;
+  for (int i = 0; i < ndim_; i++) last += (shape_[i] - 1) * stride_[i];
+  return begin() + (last + 1) * itemsize();
+}
+
+void Array::require_no_overlap(const Array& other) const {
+  PAGED_OPS_REQUIRE(end() <= other.begin() || other.end() <= begin(), name_, ": shares memory with ",
+                    other.name_, ", which the op reads while it writes");
+}
+
+void* current_stream(const Array& array) {
+  const dlpack::Device device = array.device();
+  if (device.device_type != dlpack::kCUDA) return nullptr;
+  void* stream = nullptr;
+  if (const KnownType* known = known_type(Py_TYPE(array.object().ptr()));
+      known && known->api->current_work_stream) {
+    if (known->api->current_work_stream(device.device_type, device.device_id, &stream))
+      throw py::error_already_set();
+    return stream;
+  }
+  const auto number =
+      arrays_module().attr("current_stream")(array.object(), device.device_id).cast<uintptr_t>();
+  return reinterpret_cast<void*>(number);
+}
+
+py::object empty_like(const Array& like, const std::vector<int64_t>& shape, const char* dtype_name) {
+  return arrays_module().attr("empty")(like.object(), py::tuple(py::cast(shape)), dtype_name);
+}
+
+}  // namespace paged_ops::bind

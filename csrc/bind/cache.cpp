@@ -1,0 +1,126 @@
+// Bindings of writing a paged KV cache and of gathering sequences from it.
+#include <algorithm>
+
+#include "bind/call.h"
+#include "bind/ops.h"
+
+namespace paged_ops::bind {
+
+namespace {
+
+void require_rows(const Array& rows, const PagedKV& kv, int head_dim, const char* cache_name) {
+  rows.require_ndim(3, "[num_tokens, num_kv_heads, head_dim]");
+  rows.require_dtype(kv.dtype);
+  rows.require_shape(1, kv.num_kv_heads, cache_name);
+  rows.require_shape(2, head_dim, cache_name);
+  rows.require_last_contiguous();
+}
+
+}  // namespace
+
+void write_kv_cache(py::handle key_in, py::handle value_in, py::handle key_cache_in,
+                    py::handle value_cache_in, py::handle slot_mapping_in, bool check) {
+  const Array key(key_in, "key");
+  const Array value(value_in, "value");
+  const Array key_cache(key_cache_in, "key_cache", Array::Use::output);
+  const Array value_cache(value_cache_in, "value_cache", Array::Use::output);
+  const Array slot_mapping(slot_mapping_in, "slot_mapping");
+
+  CacheWriteParams p{};
+  p.kv = paged_kv(key_cache, value_cache);
+  require_supported(key_cache, p.kv.dtype, p.kv.num_kv_heads, p.kv);
+  require_rows(key, p.kv, p.kv.key_head_dim, "as in key_cache");
+  require_rows(value, p.kv, p.kv.value_head_dim, "as in value_cache");
+  value.require_shape(0, key.shape(0), "num_tokens, as in key");
+  slot_mapping.require_ndim(1, "[num_tokens]");
+  slot_mapping.require_dtype(DType::i64);
+  slot_mapping.require_contiguous();
+  PAGED_OPS_REQUIRE(slot_mapping.shape(0) <= key.shape(0), "slot_mapping: shape is ",
+                    slot_mapping.shape_text(), ", wanted at most the ", key.shape(0), " tokens of key");
+  for (const Array* array : {&key, &value, &slot_mapping}) array->require_same_device(key_cache);
+  for (const Array* cache : {&key_cache, &value_cache})
+    for (const Array* array : {&key, &value, &slot_mapping}) cache->require_no_overlap(*array);
+
+  p.key = key.data();
+  p.value = value.data();
+  p.slot_mapping = static_cast<const int64_t*>(slot_mapping.data());
+  p.key_stride_token = key.stride_nbytes(0);
+  p.key_stride_head = key.stride_nbytes(1);
+  p.value_stride_token = value.stride_nbytes(0);
+  p.value_stride_head = value.stride_nbytes(1);
+  p.num_tokens = narrow(slot_mapping.shape(0), "num_tokens of slot_mapping");
+  p.dtype = p.kv.dtype;
+
+  const Backend& backend = backend_for(key_cache);
+  const Context context = context_for(key_cache, check);
+  if (p.num_tokens == 0) return;
+  py::gil_scoped_release no_gil;
+  backend.cache_write(p, context);
+}
+
+py::tuple gather_kv_cache(py::handle key_cache_in, py::handle value_cache_in, py::handle block_tables_in,
+                          py::handle seq_lens_in, py::object key_out, py::object value_out,
+                          py::object num_tokens, bool check) {
+  const Array key_cache(key_cache_in, "key_cache");
+  const Array value_cache(value_cache_in, "value_cache");
+  const Array block_tables(block_tables_in, "block_tables");
+  const Array seq_lens(seq_lens_in, "seq_lens");
+
+  GatherParams p{};
+  p.kv = paged_kv(key_cache, value_cache);
+  require_supported(key_cache, p.kv.dtype, p.kv.num_kv_heads, p.kv);
+  p.tables = block_tables_of(block_tables, seq_lens);
+  block_tables.require_same_device(key_cache);
+  seq_lens.require_same_device(key_cache);
+
+  // On the CPU the lengths are at hand; on a GPU, reading them would stop the stream.
+  const bool on_host = key_cache.device().device_type == dlpack::kCPU;
+  const int64_t bound = int64_t(p.tables.num_seqs) * p.tables.max_blocks_per_seq * p.kv.block_size;
+  int64_t exact = 0;
+  if (on_host)
+    for (int i = 0; i < p.tables.num_seqs; i++) exact += std::max(p.tables.seq_lens[i], 0);
+  if (key_out.is_none()) {
+    p.num_rows = on_host ? exact : bound;
+    if (!num_tokens.is_none()) {
+      p.num_rows = num_tokens.cast<int64_t>();
+      PAGED_OPS_REQUIRE(p.num_rows >= 0, "num_tokens: is ", p.num_rows, ", wanted at least 0");
+    }
+    const char* dtype = name(p.kv.dtype);
+    key_out = empty_like(key_cache, {p.num_rows, p.kv.num_kv_heads, p.kv.key_head_dim}, dtype);
+    value_out = empty_like(key_cache, {p.num_rows, p.kv.num_kv_heads, p.kv.value_head_dim}, dtype);
+  }
+  const Array key(key_out, "out[0]", Array::Use::output);
+  const Array value(value_out, "out[1]", Array::Use::output);
+  require_rows(key, p.kv, p.kv.key_head_dim, "as in key_cache");
+  require_rows(value, p.kv, p.kv.value_head_dim, "as in value_cache");
+  value.require_shape(0, key.shape(0), "num_tokens, as in out[0]");
+  for (const Array* rows : {&key, &value}) {
+    rows->require_same_device(key_cache);
+    for (const Array* array : {&key_cache, &value_cache, &block_tables, &seq_lens})
+      rows->require_no_overlap(*array);
+  }
+  p.num_rows = key.shape(0);
+  PAGED_OPS_REQUIRE(!on_host || exact <= p.num_rows, "out: has ", p.num_rows, " rows, wanted at least ",
+                    exact, ", the sum of seq_lens");
+  py::object cu_seqlens_object = empty_like(key_cache, {int64_t(p.tables.num_seqs) + 1}, "int32");
+  const Array cu_seqlens(cu_seqlens_object, "cu_seqlens", Array::Use::output);
+  narrow(on_host ? exact : bound, "the number of tokens to gather");
+
+  p.key = key.data();
+  p.value = value.data();
+  p.cu_seqlens = static_cast<int32_t*>(cu_seqlens.data());
+  p.key_stride_token = key.stride_nbytes(0);
+  p.key_stride_head = key.stride_nbytes(1);
+  p.value_stride_token = value.stride_nbytes(0);
+  p.value_stride_head = value.stride_nbytes(1);
+
+  const Backend& backend = backend_for(key_cache);
+  const Context context = context_for(key_cache, check);
+  {
+    py::gil_scoped_release no_gil;
+    backend.gather(p, context);
+  }
+  return py::make_tuple(key_out, value_out, cu_seqlens_object);
+}
+
+}  // namespace paged_ops::bind

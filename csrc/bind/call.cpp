@@ -1,0 +1,89 @@
+// Choosing the backend, and the checks that several ops share.
+#include "bind/call.h"
+
+#include <limits>
+
+#include "core/support.h"
+
+namespace paged_ops::bind {
+
+const Backend& backend_for(const Array& array) {
+  const auto type = array.device().device_type;
+#if defined(PAGED_OPS_EMULATED)
+  if (type == dlpack::kCPU) return launch::backend();
+  fail(array.name(), ": is on ", array.device_name(), "; the emulated backend takes tensors on the cpu");
+#else
+  if (type == dlpack::kCPU || type == dlpack::kCUDAHost) return cpu::backend();
+#if defined(PAGED_OPS_HAS_CUDA)
+  if (type == dlpack::kCUDA || type == dlpack::kCUDAManaged) return launch::backend();
+  fail(array.name(), ": is on ", array.device_name(), "; wanted cpu or cuda");
+#else
+  fail(array.name(), ": is on ", array.device_name(),
+       "; this build of paged_ops has the cpu backend only (build with "
+       "PAGED_OPS_CUDA=on for CUDA)");
+#endif
+#endif
+}
+
+Context context_for(const Array& array, bool check) {
+  return Context{array.device().device_id, current_stream(array), check};
+}
+
+int32_t narrow(int64_t value, const char* what) {
+  PAGED_OPS_REQUIRE(value <= std::numeric_limits<int32_t>::max(), what, " is ", value,
+                    ", wanted less than 2^31");
+  return int32_t(value);
+}
+
+PagedKV paged_kv(const Array& key_cache, const Array& value_cache) {
+  constexpr const char* wanted = "[num_blocks, block_size, num_kv_heads, head_dim]";
+  key_cache.require_ndim(4, wanted);
+  value_cache.require_ndim(4, wanted);
+  value_cache.require_same_device(key_cache);
+  value_cache.require_dtype(key_cache.dtype());
+  value_cache.require_shape(0, key_cache.shape(0), "num_blocks, as in key_cache");
+  value_cache.require_shape(1, key_cache.shape(1), "block_size, as in key_cache");
+  value_cache.require_shape(2, key_cache.shape(2), "num_kv_heads, as in key_cache");
+  key_cache.require_last_contiguous();
+  value_cache.require_last_contiguous();
+  const auto view = [](const Array& cache) {
+    return CacheView{cache.data(), cache.stride_nbytes(0), cache.stride_nbytes(1), cache.stride_nbytes(2)};
+  };
+  return PagedKV{.key = view(key_cache),
+                 .value = view(value_cache),
+                 .num_blocks = key_cache.shape(0),
+                 .block_size = narrow(key_cache.shape(1), "block_size of key_cache"),
+                 .num_kv_heads = narrow(key_cache.shape(2), "num_kv_heads of key_cache"),
+                 .key_head_dim = narrow(key_cache.shape(3), "head_dim of key_cache"),
+                 .value_head_dim = narrow(value_cache.shape(3), "head_dim of value_cache"),
+                 .dtype = key_cache.dtype()};
+}
+
+BlockTables block_tables_of(const Array& block_tables, const Array& seq_lens) {
+  block_tables.require_ndim(2, "[num_seqs, max_blocks_per_seq]");
+  seq_lens.require_ndim(1, "[num_seqs]");
+  block_tables.require_dtype(DType::i32);
+  seq_lens.require_dtype(DType::i32);
+  seq_lens.require_shape(0, block_tables.shape(0), "num_seqs, as in block_tables");
+  block_tables.require_last_contiguous();
+  seq_lens.require_contiguous();
+  return BlockTables{
+      .block_ids = static_cast<const int32_t*>(block_tables.data()),
+      .seq_lens = static_cast<const int32_t*>(seq_lens.data()),
+      .stride = block_tables.stride(0),
+      .num_seqs = narrow(block_tables.shape(0), "num_seqs of block_tables"),
+      .max_blocks_per_seq = narrow(block_tables.shape(1), "max_blocks_per_seq of block_tables")};
+}
+
+void require_supported(const Array& array, DType dtype, int64_t num_q_heads, const PagedKV& kv) {
+  const std::string why = refusal({.dtype = dtype,
+                                   .cache_dtype = kv.dtype,
+                                   .num_q_heads = num_q_heads,
+                                   .num_kv_heads = kv.num_kv_heads,
+                                   .key_head_dim = kv.key_head_dim,
+                                   .value_head_dim = kv.value_head_dim,
+                                   .block_size = kv.block_size});
+  PAGED_OPS_REQUIRE(why.empty(), array.name(), ": ", why);
+}
+
+}  // namespace paged_ops::bind

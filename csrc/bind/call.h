@@ -1,0 +1,27 @@
+// From a caller's tensors to a backend's call: which backend, which stream, which common views.
+#pragma once
+#include "bind/array.h"
+#include "core/paged_kv.h"
+#include "params/backend.h"
+
+namespace paged_ops::bind {
+
+// The backend that serves tensors on this array's device, or a ValueError that says what was built.
+const Backend& backend_for(const Array& array);
+
+Context context_for(const Array& array, bool check);
+
+// The caches of one layer, checked against each other:
+// [num_blocks, block_size, num_kv_heads, head_dim], same dtype, device and first three extents.
+PagedKV paged_kv(const Array& key_cache, const Array& value_cache);
+
+// block_tables int32 [num_seqs, max_blocks_per_seq] and seq_lens int32 [num_seqs].
+BlockTables block_tables_of(const Array& block_tables, const Array& seq_lens);
+
+// A ValueError that names the argument when the combination is none that the kernels take.
+void require_supported(const Array& array, DType dtype, int64_t num_q_heads, const PagedKV& kv);
+
+// A number of things that has to fit an int32 in the kernels' parameters.
+int32_t narrow(int64_t value, const char* what);
+
+}  // namespace paged_ops::bind

@@ -1,0 +1,80 @@
+// The Python module: functions, errors, and what this build holds.
+#include <pybind11/stl.h>
+
+#include "bind/ops.h"
+#include "core/check.h"
+#include "core/support.h"
+#if defined(PAGED_OPS_EMULATED)
+#include "bind/emulated.h"
+#else
+#include "cpu/isa.h"
+#include "cpu/thread_pool.h"
+#endif
+
+namespace paged_ops::bind {
+
+DType dtype_from_name(const std::string& text) {
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16, DType::i32, DType::i64})
+    if (text == name(dtype)) return dtype;
+  fail<TypeError>("dtype: is ", text, ", wanted one of float32, float16, bfloat16");
+}
+
+std::string refusal_text(const std::string& dtype, const std::string& cache_dtype, int64_t num_q_heads,
+                         int64_t num_kv_heads, int64_t head_dim, int64_t value_head_dim, int64_t block_size) {
+  return refusal({dtype_from_name(dtype), dtype_from_name(cache_dtype), num_q_heads, num_kv_heads, head_dim,
+                  value_head_dim, block_size});
+}
+
+const Backend& backend_named(const std::string& device) {
+#if defined(PAGED_OPS_EMULATED)
+  if (device == "cpu") return launch::backend();
+#else
+  if (device == "cpu") return cpu::backend();
+#if defined(PAGED_OPS_HAS_CUDA)
+  if (device == "cuda") return launch::backend();
+#endif
+#endif
+  fail("device: is ", device, ", which this build has no backend for");
+}
+
+PYBIND11_MODULE(PAGED_OPS_MODULE, m) {
+  m.doc() = "Native paged-attention ops. Call them through paged_ops, which documents them.";
+
+  py::register_exception_translator([](std::exception_ptr pointer) {
+    try {
+      if (pointer) std::rethrow_exception(pointer);
+    } catch (const ValueError& error) {
+      PyErr_SetString(PyExc_ValueError, error.what());
+    } catch (const TypeError& error) {
+      PyErr_SetString(PyExc_TypeError, error.what());
+    }
+  });
+
+  m.def("attention", &attention);
+  m.def("attention_workspace_nbytes", &attention_workspace_nbytes);
+  m.def("write_kv_cache", &write_kv_cache);
+  m.def("gather_kv_cache", &gather_kv_cache);
+  m.def("copy_blocks", &copy_blocks);
+  m.def("swap_blocks", &swap_blocks);
+  m.def("merge_attention_states", &merge_attention_states);
+  m.def("refusal", &refusal_text);
+
+#if defined(PAGED_OPS_EMULATED)
+  define_emulator_controls(m);
+#else
+  m.def("cpu_isas", &cpu::supported_isas,
+        "Instruction sets that are built in and that this CPU has, best first.");
+  m.def("compiled_cpu_isas", &cpu::compiled_isas, "Instruction sets that are built in, best first.");
+  m.def("cpu_isa", &cpu::selected_isa, "The instruction set in use.");
+  m.def("set_cpu_isa", &cpu::select_isa, py::arg("name"));
+  m.def("num_threads", &cpu::num_threads);
+  m.def("set_num_threads", &cpu::set_num_threads, py::arg("num_threads"));
+#if defined(PAGED_OPS_CUDA_ARCHS)
+  m.attr("cuda_archs") = PAGED_OPS_CUDA_ARCHS;
+#else
+  m.attr("cuda_archs") = "";
+#endif
+#endif
+}
+
+}  // namespace paged_ops::bind

@@ -1,0 +1,38 @@
+"""Paged-attention operators for LLM engines, on CUDA and on the CPU, for torch, NumPy and cupy tensors."""
+
+from paged_ops import _torch_hook
+from paged_ops._version import __version__
+from paged_ops.ops import (
+    Support,
+    copy_blocks,
+    gather_kv_cache,
+    merge_attention_states,
+    paged_attention,
+    paged_attention_decode,
+    supports,
+    swap_blocks,
+    workspace_size,
+    write_kv_cache,
+)
+from paged_ops.pool import KVPool, allocate_kv_pool
+from paged_ops.threads import get_num_threads, set_num_threads
+
+_torch_hook.install()
+
+__all__ = [
+    "KVPool",
+    "Support",
+    "__version__",
+    "allocate_kv_pool",
+    "copy_blocks",
+    "gather_kv_cache",
+    "get_num_threads",
+    "merge_attention_states",
+    "paged_attention",
+    "paged_attention_decode",
+    "set_num_threads",
+    "supports",
+    "swap_blocks",
+    "workspace_size",
+    "write_kv_cache",
+]

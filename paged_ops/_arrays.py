@@ -1,0 +1,74 @@
+"""What the native module asks Python to do with a caller's tensors: allocate, find the stream, name a dtype.
+
+The hot path does not come here: it reads tensors through the DLPack C exchange API or as NumPy arrays.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import numpy as np
+
+
+def _module_of(array: Any) -> str:
+    return type(array).__module__.partition(".")[0]
+
+
+def numpy_dtype(name: str) -> np.dtype[Any]:
+    """The NumPy dtype of that name; ``bfloat16`` comes from ``ml_dtypes``."""
+    if name == "bfloat16":
+        try:
+            import ml_dtypes
+        except ImportError:
+            raise TypeError("bfloat16 in NumPy needs the package ml_dtypes: pip install ml_dtypes") from None
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
+
+
+def dtype_name(dtype: Any) -> str:
+    """``"bfloat16"`` for a torch, NumPy or ml_dtypes dtype, or for its name."""
+    if isinstance(dtype, str):
+        return dtype.removeprefix("torch.")
+    text = str(dtype)
+    return text.removeprefix("torch.") if text.startswith("torch.") else np.dtype(dtype).name
+
+
+def empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
+    """An uninitialised array of the kind of ``like`` and on its device."""
+    if isinstance(like, np.ndarray):
+        return np.empty(shape, numpy_dtype(dtype))
+    kind = _module_of(like)
+    if "torch" in sys.modules:
+        torch = sys.modules["torch"]
+        if isinstance(like, torch.Tensor):
+            return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
+    if kind == "cupy":
+        cupy = sys.modules["cupy"]
+        with like.device:
+            return cupy.empty(shape, numpy_dtype(dtype))
+    if kind in ("jax", "jaxlib"):
+        raise ValueError("out: JAX arrays are immutable; convert the inputs with numpy.asarray first")
+    raise ValueError(f"out: cannot allocate a {type(like).__name__}; pass out= (and lse=, workspace= where needed)")
+
+
+def dlpack_capsule(array: Any) -> Any:
+    """The array's DLPack capsule, without a synchronisation and without a copy."""
+    # -1 asks a CUDA producer not to synchronise: work is issued on its own current stream.
+    options: dict[str, Any] = {"stream": -1} if array.__dlpack_device__()[0] == 2 else {}
+    try:
+        return array.__dlpack__(max_version=(1, 1), **options)
+    except TypeError:  # a producer from before DLPack 1.0
+        return array.__dlpack__(**options)
+
+
+def current_stream(array: Any, device: int) -> int:
+    """The address of the caller's current CUDA stream, for types without the exchange API."""
+    kind = _module_of(array)
+    if kind == "cupy":
+        cupy = sys.modules["cupy"]
+        with cupy.cuda.Device(device):
+            return int(cupy.cuda.get_current_stream().ptr)
+    if kind == "torch":
+        return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
+    return 0

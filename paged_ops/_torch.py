@@ -1,0 +1,265 @@
+"""The ops under torch.library, so that ``torch.compile(fullgraph=True)`` and ``torch.export`` trace through them.
+
+Imported by ``_torch_hook`` once torch is there. Eager calls do not pass through here: they go from ``ops.py`` to the
+native module directly. One table holds each op's schema, what runs it and what a fake tensor becomes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from paged_ops import _backend, ops
+
+_LIBRARY = torch.library.Library("paged_ops", "DEF")
+
+
+def _check(check: bool | None) -> bool:
+    return _backend.check_by_default if check is None else check
+
+
+def _attention(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    cu_seqlens_q: Any,
+    scale: float | None,
+    causal: bool,
+    out: Any,
+    lse: Any,
+    workspace: Any,
+    check: bool | None,
+) -> None:
+    _backend.module.attention(
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        seq_lens,
+        cu_seqlens_q,
+        scale,
+        causal,
+        out,
+        lse,
+        False,
+        workspace,
+        _check(check),
+    )
+
+
+def _merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any) -> None:
+    _backend.module.merge_attention_states(out_a, lse_a, out_b, lse_b, out, lse)
+
+
+def _write(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, check: bool | None) -> None:
+    _backend.module.write_kv_cache(key, value, key_cache, value_cache, slot_mapping, _check(check))
+
+
+def _copy(caches: list[Any], block_pairs: Any, check: bool | None) -> None:
+    _backend.module.copy_blocks(caches, block_pairs, _check(check))
+
+
+def _swap(source: Any, destination: Any, block_pairs: Any) -> None:
+    _backend.module.swap_blocks(source, destination, block_pairs)
+
+
+def _gather(
+    key_cache: Any, value_cache: Any, block_tables: Any, seq_lens: Any, num_tokens: int | None, check: bool | None
+) -> tuple[Any, Any, Any]:
+    return _backend.module.gather_kv_cache(
+        key_cache, value_cache, block_tables, seq_lens, None, None, num_tokens, _check(check)
+    )
+
+
+def _gather_out(
+    key_cache: Any, value_cache: Any, block_tables: Any, seq_lens: Any, key: Any, value: Any, check: bool | None
+) -> Any:
+    return _backend.module.gather_kv_cache(
+        key_cache, value_cache, block_tables, seq_lens, key, value, None, _check(check)
+    )[2]
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _fake_gather(
+    key_cache: Any, value_cache: Any, block_tables: Any, seq_lens: Any, num_tokens: Any, check: bool | None
+) -> tuple[Any, Any, Any]:
+    num_seqs, max_blocks_per_seq = block_tables.shape
+    if num_tokens is None:
+        if key_cache.device.type == "cpu":
+            num_tokens = torch.library.get_ctx().new_dynamic_size()
+        else:
+            num_tokens = num_seqs * max_blocks_per_seq * key_cache.shape[1]
+    key = key_cache.new_empty((num_tokens, key_cache.shape[2], key_cache.shape[3]))
+    value = value_cache.new_empty((num_tokens, value_cache.shape[2], value_cache.shape[3]))
+    return key, value, seq_lens.new_empty((num_seqs + 1,))
+
+
+def _fake_gather_out(
+    key_cache: Any, value_cache: Any, block_tables: Any, seq_lens: Any, key: Any, value: Any, check: bool | None
+) -> Any:
+    return seq_lens.new_empty((seq_lens.shape[0] + 1,))
+
+
+_TABLE: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
+    (
+        "attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
+        "Tensor? cu_seqlens_q, float? scale, bool causal, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, "
+        "bool? check) -> ()",
+        _attention,
+        _nothing,
+    ),
+    (
+        "merge_attention_states(Tensor out_a, Tensor lse_a, Tensor out_b, Tensor lse_b, Tensor(a!) out, "
+        "Tensor(b!) lse) -> ()",
+        _merge,
+        _nothing,
+    ),
+    (
+        "write_kv_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
+        "bool? check) -> ()",
+        _write,
+        _nothing,
+    ),
+    ("copy_blocks(Tensor(a!)[] caches, Tensor block_pairs, bool? check) -> ()", _copy, _nothing),
+    ("swap_blocks(Tensor source, Tensor(a!) destination, Tensor block_pairs) -> ()", _swap, _nothing),
+    (
+        "gather_kv_cache(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, SymInt? num_tokens, "
+        "bool? check) -> (Tensor, Tensor, Tensor)",
+        _gather,
+        _fake_gather,
+    ),
+    (
+        "gather_kv_cache_out(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, Tensor(a!) key, "
+        "Tensor(b!) value, bool? check) -> Tensor",
+        _gather_out,
+        _fake_gather_out,
+    ),
+)
+
+for _schema, _run, _fake in _TABLE:
+    _name = _schema.partition("(")[0]
+    _LIBRARY.define(_schema)
+    _LIBRARY.impl(_name, _run, "CPU")
+    _LIBRARY.impl(_name, _run, "CUDA")
+    torch.library.register_fake(f"paged_ops::{_name}", _fake, lib=_LIBRARY)
+
+
+class _TracedOps:
+    """What ``ops.py`` calls while torch traces: the public ops' options, down to the registered ops."""
+
+    @staticmethod
+    def decode(
+        query: Any,
+        key_cache: Any,
+        value_cache: Any,
+        block_tables: Any,
+        seq_lens: Any,
+        scale: float | None,
+        out: Any,
+        lse: Any,
+        return_lse: bool,
+        workspace: Any,
+        check: bool | None,
+    ) -> Any:
+        return _TracedOps.varlen(
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            seq_lens,
+            None,
+            True,
+            scale,
+            out,
+            lse,
+            return_lse,
+            workspace,
+            check,
+        )
+
+    @staticmethod
+    def varlen(
+        query: Any,
+        key_cache: Any,
+        value_cache: Any,
+        block_tables: Any,
+        seq_lens: Any,
+        cu_seqlens_q: Any,
+        causal: bool,
+        scale: float | None,
+        out: Any,
+        lse: Any,
+        return_lse: bool,
+        workspace: Any,
+        check: bool | None,
+    ) -> Any:
+        num_tokens, num_q_heads = query.shape[0], query.shape[1]
+        if out is None:
+            out = query.new_empty((num_tokens, num_q_heads, value_cache.shape[3]))
+        if lse is None and return_lse:
+            lse = query.new_empty((num_tokens, num_q_heads), dtype=torch.float32)
+        torch.ops.paged_ops.attention(
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            seq_lens,
+            cu_seqlens_q,
+            scale,
+            causal,
+            out,
+            lse,
+            workspace,
+            check,
+        )
+        return (out, lse) if return_lse else out
+
+    @staticmethod
+    def merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any) -> tuple[Any, Any]:
+        out = torch.empty_like(out_a) if out is None else out
+        lse = torch.empty_like(lse_a) if lse is None else lse
+        torch.ops.paged_ops.merge_attention_states(out_a, lse_a, out_b, lse_b, out, lse)
+        return out, lse
+
+    @staticmethod
+    def write(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, check: bool | None) -> None:
+        torch.ops.paged_ops.write_kv_cache(key, value, key_cache, value_cache, slot_mapping, check)
+
+    @staticmethod
+    def copy(caches: list[Any], block_pairs: Any, check: bool | None) -> None:
+        torch.ops.paged_ops.copy_blocks(caches, block_pairs, check)
+
+    @staticmethod
+    def swap(source: Any, destination: Any, block_pairs: Any) -> None:
+        torch.ops.paged_ops.swap_blocks(source, destination, block_pairs)
+
+    @staticmethod
+    def gather(
+        key_cache: Any,
+        value_cache: Any,
+        block_tables: Any,
+        seq_lens: Any,
+        key: Any,
+        value: Any,
+        num_tokens: int | None,
+        check: bool | None,
+    ) -> tuple[Any, Any, Any]:
+        if key is None:
+            return torch.ops.paged_ops.gather_kv_cache(
+                key_cache, value_cache, block_tables, seq_lens, num_tokens, check
+            )
+        cu_seqlens = torch.ops.paged_ops.gather_kv_cache_out(
+            key_cache, value_cache, block_tables, seq_lens, key, value, check
+        )
+        return key, value, cu_seqlens
+
+
+ops._torch_ops = _TracedOps
+ops._compiling = torch.compiler.is_compiling

@@ -1,0 +1,15 @@
+"""The CPU backend's threads: how many, and on which CPUs they may run."""
+
+from __future__ import annotations
+
+from paged_ops import _native
+
+
+def get_num_threads() -> int:
+    """Threads that a CPU op may use, the caller's own included. Default: the CPUs this process may run on."""
+    return int(_native.num_threads())
+
+
+def set_num_threads(num_threads: int) -> None:
+    """Set the number of threads of the CPU ops (at least 1). ``PAGED_OPS_NUM_THREADS`` sets the initial value."""
+    _native.set_num_threads(num_threads)
