@@ -1,0 +1,144 @@
+"""How far a result may be from the oracle's, derived from unit roundoffs, and what to say when it is farther.
+
+With `u` the unit roundoff of the tensors' dtype and `e` that of float32, in which everything is accumulated:
+
+    |out - oracle| <= u |out| + (u' + 2 r) sum_j p_j |v_j|        u' = u for 16-bit dtypes, else 0
+    |lse - oracle| <= r + e |lse|
+
+`u |out|` is the final rounding. `u'` allows the probabilities to be rounded to the tensors' dtype on their
+way into a matrix unit. `r` is the relative error of one exponential in float32: that of its argument, a dot
+product with the logits' error growing with |q| |k|, and that of the summation over n keys, which grows as
+sqrt(n):
+
+    r = e (8 + 4 scale |q| max_j |k_j| + sqrt(n))
+
+The bounds are elementwise and contain no term that is there to make a test pass; `headroom` tells how much of
+them a result uses.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from paged_ops import reference
+from paged_ops.testing import arrays
+from paged_ops.testing.cases import Inputs
+
+F64 = NDArray[np.float64]
+
+FLOAT32_ROUNDOFF = 2.0**-24
+
+
+def unit_roundoff(dtype: str) -> float:
+    """Half the distance from 1 to the next number, relative error of one rounding to nearest."""
+    return {"float32": 2.0**-24, "float16": 2.0**-11, "bfloat16": 2.0**-8}[dtype]
+
+
+def smallest_step(dtype: str) -> float:
+    """The distance between subnormals, below which roundoff is not relative any more."""
+    return {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}[dtype]
+
+
+@dataclass(frozen=True)
+class Expected:
+    """The oracle's result and how far an implementation may be from it."""
+
+    out: F64  # [num_tokens, num_heads, head_dim]
+    lse: F64  # [num_tokens, num_heads]
+    out_bound: F64  # as out
+    lse_bound: F64  # as lse
+
+    def complaint(self, out: Any, lse: Any = None) -> str:
+        """What is wrong with a result, in one paragraph; empty when all of it is within the bounds."""
+        found = _complaint("out", arrays.to_numpy(out), self.out, self.out_bound)
+        if lse is not None:
+            found = found or _complaint("lse", arrays.to_numpy(lse), self.lse, self.lse_bound)
+        return found
+
+    def check(self, out: Any, lse: Any = None) -> None:
+        """AssertionError, with the complaint, unless the result is within the bounds."""
+        complaint = self.complaint(out, lse)
+        assert not complaint, complaint
+
+    def headroom(self, out: Any, lse: Any = None) -> float:
+        """The largest error as a fraction of its bound, over the elements that have one."""
+        pairs = [(out, self.out, self.out_bound)] + ([] if lse is None else [(lse, self.lse, self.lse_bound)])
+        worst = 0.0
+        for actual, wanted, bound in pairs:
+            finite = np.isfinite(wanted)
+            error = np.abs(arrays.to_numpy(actual).astype(np.float64) - np.where(finite, wanted, 0))
+            worst = max(worst, float((error / bound)[finite].max(initial=0.0)))
+        return worst
+
+
+def expected_attention(inputs: Inputs) -> Expected:
+    """What attention over these (numpy) inputs has to give."""
+    case = inputs.case
+    out, lse = inputs.attention(reference)
+    magnitudes = replace(inputs, value_cache=np.abs(inputs.value_cache))
+    weight, _ = magnitudes.attention(reference)  # sum_j p_j |v_j|
+
+    relative = _exponential_error(inputs)[..., None]
+    u = unit_roundoff(case.dtype)
+    rounded_probability = u if case.dtype != "float32" else 0.0
+    out_bound = u * np.abs(out) + (rounded_probability + 2 * relative) * weight + smallest_step(case.dtype)
+    lse_bound = relative[..., 0] + FLOAT32_ROUNDOFF * np.where(np.isfinite(lse), np.abs(lse), 0.0)
+    return Expected(out, lse, out_bound, lse_bound)
+
+
+def expected_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, dtype: str) -> Expected:
+    """What merging these (numpy) states has to give."""
+    out, lse = reference.merge_attention_states(out_a, lse_a, out_b, lse_b)
+    weight, _ = reference.merge_attention_states(np.abs(out_a), lse_a, np.abs(out_b), lse_b)
+    finite = [np.where(np.isfinite(x), np.abs(x), 0.0) for x in (lse_a, lse_b, lse)]
+    relative = FLOAT32_ROUNDOFF * (8 + 4 * np.maximum.reduce(finite))
+    out_bound = unit_roundoff(dtype) * np.abs(out) + 2 * relative[..., None] * weight + smallest_step(dtype)
+    return Expected(out, lse, out_bound, relative)
+
+
+def _exponential_error(inputs: Inputs) -> F64:
+    """`r` of the module's docstring for each row: [num_tokens, num_q_heads]."""
+    case = inputs.case
+    query_norm = np.linalg.norm(inputs.query.astype(np.float64), axis=2)
+    error = np.full(query_norm.shape, 8 * FLOAT32_ROUNDOFF)
+    bounds = inputs.cu_seqlens_q
+    if bounds is None:
+        bounds = np.arange(len(inputs.seq_lens) + 1)
+    for seq, seq_len in enumerate(inputs.seq_lens):
+        keys = reference.sequence_tokens(inputs.key_cache, inputs.block_tables[seq], seq_len)
+        key_norm = np.repeat(np.linalg.norm(keys, axis=2).max(axis=0, initial=0.0), case.group)
+        rows = slice(bounds[seq], bounds[seq + 1])
+        logit_error = 4 * abs(case.applied_scale) * query_norm[rows] * key_norm
+        error[rows] += FLOAT32_ROUNDOFF * (logit_error + np.sqrt(seq_len))
+    return error
+
+
+def _complaint(name: str, actual: NDArray[Any], wanted: F64, bound: F64) -> str:
+    if actual.shape != wanted.shape:
+        return f"{name}: shape is {actual.shape}, wanted {wanted.shape}"
+    actual = actual.astype(np.float64)
+    with np.errstate(invalid="ignore"):
+        wrong = ~((np.abs(actual - wanted) <= bound) | (actual == wanted))  # NaN is wrong, -inf equals -inf
+    if not wrong.any():
+        return ""
+    with np.errstate(invalid="ignore"):
+        excess = np.where(np.isfinite(actual - wanted), np.abs(actual - wanted) / bound, np.inf)
+    worst = np.unravel_index(np.argmax(np.where(wrong, excess, -1.0)), wrong.shape)
+    rows = np.unique(np.argwhere(wrong)[:, 0])
+    nan = int(np.isnan(actual).sum())
+    return (
+        f"{name}: {int(wrong.sum())} of {wrong.size} elements are wrong ({nan} NaN), rows {_ranges(rows)}; "
+        f"the worst at {tuple(map(int, worst))} is {actual[worst]:.7g}, wanted {wanted[worst]:.7g} "
+        f"+- {bound[worst]:.2g}"
+    )
+
+
+def _ranges(numbers: NDArray[Any], *, most: int = 6) -> str:
+    """Sorted numbers as ranges: 1-3, 7, ..."""
+    runs = np.split(numbers, np.flatnonzero(np.diff(numbers) != 1) + 1)
+    texts = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
+    return ", ".join(texts[:most] + ["..."] * (len(texts) > most))
