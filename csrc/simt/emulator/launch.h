@@ -1,0 +1,23 @@
+// Launching a kernel in the emulator.
+#pragma once
+#include <cstddef>
+#include <tuple>
+#include <utility>
+
+#include "simt/emulator/block.h"
+#include "simt/emulator/runtime.h"
+
+namespace paged_ops::simt {
+
+// kernel<<<grid, block, shared_nbytes, stream>>>(arguments...): the arguments are copied now, the kernel runs
+// when the stream comes to it. Throws Fault when the launch or the kernel breaks a rule of CUDA, and
+// DeviceError when the stream is not one.
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_nbytes, cudaStream_t stream,
+            Arguments&&... arguments) {
+  std::tuple<std::remove_const_t<Parameters>...> copies(std::forward<Arguments>(arguments)...);
+  check(enqueue(stream, [=] { run_grid(grid, block, shared_nbytes, [&] { std::apply(kernel, copies); }); }),
+        "kernel launch");
+}
+
+}  // namespace paged_ops::simt
