@@ -50,22 +50,20 @@ def visible(key_position: NDArray[Any], query_position: int, *, causal: bool) ->
 def logits(query: F64, keys: F64, *, scale: float) -> F64:
     """The logit of each key for each query head: `scale * (query . key)`.
 
-    query `[num_q_heads, Dk]`, keys `[num_keys, num_q_heads, Dk]` (for each query head those of its KV head)
-    -> `[num_q_heads, num_keys]`.
+    query `[num_kv_heads, group, Dk]`, keys `[num_kv_heads, num_keys, Dk]`
+    -> `[num_kv_heads, group, num_keys]`; query head h is number h % group of KV head h // group.
     """
-    return scale * np.einsum("hd,nhd->hn", query, keys)
+    return scale * (query @ keys.swapaxes(1, 2))
 
 
 def attend(scores: F64, values: F64) -> tuple[F64, F64]:
     """The state of a set of keys: `out = sum_j exp(score_j - lse) value_j`, `lse = log sum_j exp(score_j)`.
 
-    scores `[num_q_heads, num_keys]`, values `[num_keys, num_q_heads, Dv]` -> out `[num_q_heads, Dv]`, lse
-    `[num_q_heads]`. No keys: 0 and -inf.
+    scores `[num_kv_heads, group, num_keys]`, values `[num_kv_heads, num_keys, Dv]`
+    -> out `[num_kv_heads, group, Dv]`, lse `[num_kv_heads, group]`. No keys: 0 and -inf.
     """
-    if scores.shape[1] == 0:
-        return np.zeros(values.shape[1:]), np.full(values.shape[1], -np.inf)
-    lse = np.logaddexp.reduce(scores, axis=1)
-    return np.einsum("hn,nhd->hd", np.exp(scores - lse[:, None]), values), lse
+    lse = np.logaddexp.reduce(scores, axis=2, initial=-np.inf)
+    return np.exp(scores - lse[..., None]) @ values, lse
 
 
 def paged_attention(
@@ -99,21 +97,25 @@ def paged_attention(
     key_cache, value_cache = np.asarray(key_cache), np.asarray(value_cache)
     block_tables, seq_lens = np.asarray(block_tables), np.asarray(seq_lens)
     num_tokens, num_q_heads, key_head_dim = query.shape
-    group = num_q_heads // key_cache.shape[2]
+    num_kv_heads, value_head_dim = value_cache.shape[2:]
+    group = num_q_heads // num_kv_heads
     if scale is None:
         scale = key_head_dim**-0.5
 
-    out = np.zeros((num_tokens, num_q_heads, value_cache.shape[3]))
-    lse = np.full((num_tokens, num_q_heads), -np.inf)
+    query = query.reshape(num_tokens, num_kv_heads, group, key_head_dim)
+    out = np.zeros((num_tokens, num_kv_heads, group, value_head_dim))
+    lse = np.full((num_tokens, num_kv_heads, group), -np.inf)
     for seq, seq_len in enumerate(seq_lens):
-        keys = np.repeat(sequence_tokens(key_cache, block_tables[seq], seq_len), group, axis=1)
-        values = np.repeat(sequence_tokens(value_cache, block_tables[seq], seq_len), group, axis=1)
+        keys = sequence_tokens(key_cache, block_tables[seq], seq_len).swapaxes(0, 1)
+        values = sequence_tokens(value_cache, block_tables[seq], seq_len).swapaxes(0, 1)
         key_position = np.arange(seq_len)
         begin, end = cu_seqlens_q[seq], cu_seqlens_q[seq + 1]
         for row in range(begin, end):
             query_position = seq_len - end + row
             seen = visible(key_position, query_position, causal=causal)
-            out[row], lse[row] = attend(logits(query[row], keys[seen], scale=scale), values[seen])
+            out[row], lse[row] = attend(logits(query[row], keys[:, seen], scale=scale), values[:, seen])
+    out = out.reshape(num_tokens, num_q_heads, value_head_dim)
+    lse = lse.reshape(num_tokens, num_q_heads)
     return (out, lse) if return_lse else out
 
 

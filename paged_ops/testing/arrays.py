@@ -35,6 +35,13 @@ def same_bits(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bool((bits(a) == bits(b)).all())
 
 
+def storage_of(array: NDArray[Any]) -> NDArray[Any]:
+    """All of the memory that a view is cut from, flat."""
+    while isinstance(array.base, np.ndarray):
+        array = array.base
+    return np.lib.stride_tricks.as_strided(array, (array.size,), (array.itemsize,))
+
+
 def to_torch(array: NDArray[Any], device: str = "cpu") -> torch.Tensor:
     """A torch tensor of the same bits, strides and storage offset.
 
@@ -42,16 +49,12 @@ def to_torch(array: NDArray[Any], device: str = "cpu") -> torch.Tensor:
     """
     import torch
 
-    storage = array
-    while isinstance(storage.base, np.ndarray):
-        storage = storage.base
-    itemsize = array.itemsize
-    flat = np.lib.stride_tricks.as_strided(storage, (storage.nbytes // itemsize,), (itemsize,))
+    flat, itemsize = storage_of(array), array.itemsize
     if flat.dtype == DTYPES["bfloat16"]:  # which torch.from_numpy does not know
         tensor = torch.from_numpy(flat.view(np.int16)).view(torch.bfloat16)
     else:
         tensor = torch.from_numpy(flat)
-    offset = (array.ctypes.data - storage.ctypes.data) // itemsize
+    offset = (array.ctypes.data - flat.ctypes.data) // itemsize
     strides = [stride // itemsize for stride in array.strides]
     return torch.as_strided(tensor.to(device), array.shape, strides, offset)
 

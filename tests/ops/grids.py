@@ -1,0 +1,105 @@
+"""The grids of cases that op tests run over: small covering arrays for every run, products for `--slow`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from paged_ops.testing.backends import Target
+from paged_ops.testing.cases import LAYOUTS, Case
+from paged_ops.testing.covering import covering
+
+DTYPES = ("float32", "float16", "bfloat16")
+BLOCK_SIZES = (1, 3, 16, 256)
+GROUPS = (1, 2, 3, 7, 8, 16, 64)
+# Key and value head dims.
+HEAD_DIMS = ((8, 8), (40, 40), (64, 64), (80, 80), (128, 128), (256, 256), (64, 128), (128, 40), (8, 256))
+
+
+def lens_around(block_size: int, *, longest: int = 1) -> tuple[int, ...]:
+    """Lengths on both sides of a block's and a chunk's end; the longest in the middle."""
+    lens = {0, 1, block_size - 1, block_size, block_size + 1, 511, 512, 513} - {longest}
+    shuffled = sorted(lens, key=lambda n: (n * 7919) % 1009)  # long and short side by side
+    return (*shuffled[:4], longest, *shuffled[4:])
+
+
+def _case(row: dict[str, Any], **other: Any) -> Case:
+    """A case from one row of a covering array."""
+    row = dict(row)
+    head_dim, value_head_dim = row.pop("dims")
+    row["num_q_heads"] = row.pop("group") * row["num_kv_heads"]
+    return Case(head_dim=head_dim, value_head_dim=value_head_dim, **row, **other)
+
+
+def _axes(target: Target) -> dict[str, Any]:
+    """What decode and varlen attention have in common."""
+    # The emulator runs a thread of a block at a time: fewer KV heads there, since they only add blocks.
+    emulated = target.backend == "emulated"
+    return {
+        "dtype": DTYPES,
+        "group": GROUPS,
+        "dims": HEAD_DIMS,
+        "block_size": BLOCK_SIZES,
+        "layout": tuple(LAYOUTS),
+        "num_kv_heads": (1, 2) if emulated else (1, 2, 3),
+        "strided": (False, True),
+        "scale": (None, 0.3),
+        "logit_offset": (0.0, 100.0, -100.0),
+    }
+
+
+def decode_cases(target: Target) -> list[Case]:
+    """Pairs of every two axes; each case holds all critical lengths."""
+    rows = covering(_axes(target), seed=1)
+    if target.backend == "emulated":
+        # Each case a few of the lengths, so that every length meets every block size, dtype and group in some.
+        lens = ((0, 1, 513), (15, 16, 17), (2, 3, 4), (255, 256, 257), (511, 512, 1), (600, 0, 5))
+        return [_case(row, seq_lens=lens[i % len(lens)], seed=i) for i, row in enumerate(rows)]
+    return [
+        _case(row, seq_lens=lens_around(row["block_size"], longest=1300), seed=i)
+        for i, row in enumerate(rows)
+    ]
+
+
+# (tokens in the cache, query tokens) of each sequence.
+VARLEN_SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
+    "context": ((0, 0), (1, 1), (16, 5), (17, 17), (513, 20), (40, 0)),
+    "prefill": ((70, 70), (3, 3), (130, 130)),
+    "chunk": ((545, 64), (512, 1), (514, 3)),
+    "decode": ((1, 1), (300, 1), (512, 1)),
+    "too many": ((3, 5), (0, 2), (20, 4)),
+}
+
+
+def varlen_cases(target: Target) -> list[Case]:
+    """Pairs of every two axes, shapes of the batch among them."""
+    axes = _axes(target) | {"shape": tuple(VARLEN_SHAPES), "causal": (True, False), "padding": (0, 5)}
+    cases = []
+    for i, row in enumerate(covering(axes, seed=2)):
+        seq_lens, q_lens = zip(*VARLEN_SHAPES[row.pop("shape")], strict=True)
+        cases.append(_case(row, seq_lens=seq_lens, q_lens=q_lens, seed=i))
+    return cases
+
+
+def extended_cases(target: Target) -> list[Case]:
+    """The product of dtypes, groups, head dims and block sizes, layouts in turn."""
+    layouts = list(LAYOUTS)
+    cases = []
+    for dtype in DTYPES:
+        for group in GROUPS:
+            for dims in HEAD_DIMS:
+                for block_size in BLOCK_SIZES:
+                    row = {
+                        "dtype": dtype,
+                        "group": group,
+                        "dims": dims,
+                        "block_size": block_size,
+                        "num_kv_heads": 2,
+                    }
+                    row["layout"] = layouts[len(cases) % len(layouts)]
+                    lens = (
+                        (0, 1, 17, 513)
+                        if target.backend == "emulated"
+                        else lens_around(block_size, longest=2100)
+                    )
+                    cases.append(_case(row, seq_lens=lens, seed=len(cases)))
+    return cases
