@@ -29,7 +29,6 @@ class BlockPool:
         self._refcounts = [0] * num_blocks
         self._blank = list(range(num_blocks))  # free, contents of no use; a heap
         self._cached: OrderedDict[int, None] = OrderedDict()  # free, contents known; oldest first
-        self._held: set[int] = set()  # read by the step in flight: not handed out before its end
 
     @property
     def num_free(self) -> int:
@@ -50,9 +49,6 @@ class BlockPool:
     def refcount(self, block: int) -> int:
         return self._refcounts[block]
 
-    def is_held(self, block: int) -> bool:
-        return block in self._held
-
     def allocate(self, count: int) -> list[int]:
         """`count` blocks with one reference each, or OutOfBlocks and no change."""
         if count > self.num_free:
@@ -71,7 +67,7 @@ class BlockPool:
     def retain(self, blocks: Iterable[int]) -> None:
         """One more reference to each; a free block whose contents are known comes back to life."""
         for block in blocks:
-            if self._refcounts[block] == 0 and block not in self._held:
+            if self._refcounts[block] == 0:
                 if block not in self._cached:
                     raise RuntimeError(f"block {block} is free and holds nothing: it cannot be shared")
                 del self._cached[block]
@@ -87,22 +83,8 @@ class BlockPool:
             if self._refcounts[block] == 0:
                 raise RuntimeError(f"block {block} was freed twice")
             self._refcounts[block] -= 1
-            if self._refcounts[block] == 0 and block not in self._held:
-                self._set_free(block)
-
-    def hold(self, block: int) -> None:
-        """Keep `block` from being handed out until end_step, even if its last reference goes."""
-        self._held.add(block)
-
-    def end_step(self) -> None:
-        """The step in flight has completed: what it read may be reused."""
-        held, self._held = self._held, set()
-        for block in sorted(held):
             if self._refcounts[block] == 0:
-                self._set_free(block)
-
-    def _set_free(self, block: int) -> None:
-        if self._index.holds(block):
-            self._cached[block] = None
-        else:
-            heapq.heappush(self._blank, block)
+                if self._index.holds(block):
+                    self._cached[block] = None
+                else:
+                    heapq.heappush(self._blank, block)

@@ -152,7 +152,7 @@ class Scheduler:
             if self._blocks_for(len(sequence.tokens)) > self.config.num_blocks:
                 self._outgrew_the_pool(sequence)
                 continue
-            victims = self._admit(sequence, len(spans)) if is_new else self._grow(sequence, budget, copies)
+            victims = self._admit(sequence, spans) if is_new else self._grow(sequence, budget, copies)
             if victims is not None:
                 preempted += victims
                 spans.append(self._span(sequence, budget))
@@ -179,20 +179,23 @@ class Scheduler:
         block_ids = sequence.table.ids[: self._blocks_for(stop)]
         return Span(sequence, start, tuple(sequence.tokens[start:stop]), block_ids, samples)
 
-    def _admit(self, sequence: Sequence, headroom: int) -> list[Sequence] | None:
-        """Blocks for all tokens of a waiting sequence; returns whom that preempted, or None if there is no room.
+    def _admit(self, sequence: Sequence, ahead: Seq[Span]) -> list[Sequence] | None:
+        """Blocks for all tokens of a waiting sequence; whom that preempted, or None if it has to wait.
 
-        `headroom` blocks stay free, one for each sequence ahead in this step: what is admitted now should not
-        have to go again when they next cross a block border.
+        It waits for room, which includes one free block for each sequence ahead of it in this step, so that
+        what is admitted now does not have to go when they next cross a block border. And it waits while one
+        of those is computing the very block that it would compute next: a step later that is a prefix hit.
         """
         tokens = sequence.tokens
         # The last token is computed in any case: its logits are what the next one is drawn from.
         max_hits = (len(tokens) - 1) // self.config.block_size if self.config.prefix_caching else 0
         hits = self.index.match(sequence.request.cache_salt, tokens, max_hits)
+        if len(hits) < max_hits and any(self._computes_block(s, len(hits), sequence) for s in ahead):
+            return None
         kept = {entry.block for entry in hits}
         missing = self._blocks_for(len(tokens)) - len(hits)
         revived = sum(self.pool.refcount(block) == 0 for block in kept)
-        victims = self._victims(sequence, missing + revived + headroom, kept)
+        victims = self._victims(sequence, missing + revived + len(ahead), kept)
         if victims is None:
             return None
         self.pool.retain(entry.block for entry in hits)  # before the victims go: the hits must outlive them
@@ -210,8 +213,17 @@ class Scheduler:
         self.counters.hit_tokens += sequence.num_computed
         return victims
 
+    def _computes_block(self, span: Span, number: int, sequence: Sequence) -> bool:
+        """Whether `span`'s sequence is yet to compute what `sequence` needs in its block `number`."""
+        other, stop = span.sequence, (number + 1) * self.config.block_size
+        return (
+            span.start < stop <= len(other.tokens)
+            and other.request.cache_salt == sequence.request.cache_salt
+            and other.tokens[:stop] == sequence.tokens[:stop]
+        )
+
     def _grow(self, sequence: Sequence, budget: int, copies: list[tuple[int, int]]) -> list[Sequence] | None:
-        """Room for a running sequence to compute up to `budget` tokens; returns whom that preempted, or None.
+        """Room for a running sequence to compute up to `budget` tokens; whom that preempted, or None.
 
         The block that the first of them goes to may be shared with a fork; it is then replaced by a copy.
         """
@@ -229,7 +241,6 @@ class Scheduler:
         if shared is not None and pool.refcount(shared) > 1:
             (copy,) = pool.allocate(1)
             table.replace(written, copy)
-            pool.hold(shared)
             pool.release([shared])
             copies.append((shared, copy))
         return victims
@@ -257,7 +268,7 @@ class Scheduler:
             victims.append(victim)
             for block in victim.table.ids.tolist():
                 dropped[block] += 1
-                if dropped[block] == pool.refcount(block) and block not in kept and not pool.is_held(block):
+                if dropped[block] == pool.refcount(block) and block not in kept:
                     free += 1
         return victims if enough() else None
 
@@ -315,7 +326,6 @@ class Scheduler:
         if plan is not self._in_flight:
             raise RuntimeError("this plan is not the one in flight")
         self._in_flight = None
-        self.pool.end_step()
 
     def _publish(self, sequence: Sequence) -> None:
         """Tell the prefix index of the blocks that are full and computed by now."""
@@ -352,9 +362,8 @@ class Scheduler:
         return -(-num_tokens // self.config.block_size)
 
     def _needs(self, num_tokens: int) -> str:
-        config = self.config
-        blocks = self._blocks_for(num_tokens)
-        return f"{num_tokens} tokens need {blocks} blocks of {config.block_size}; the pool has {config.num_blocks}"
+        blocks, size = self._blocks_for(num_tokens), self.config.block_size
+        return f"{num_tokens} tokens need {blocks} blocks of {size}; the pool has {self.config.num_blocks}"
 
 
 def _rank(sequence: Sequence) -> tuple[int, float, int, int]:
