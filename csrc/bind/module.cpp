@@ -9,6 +9,9 @@
 #else
 #include "cpu/isa.h"
 #include "cpu/thread_pool.h"
+#if defined(PAGED_OPS_HAS_CUDA)
+#include "launch/devices.h"
+#endif
 #endif
 
 namespace paged_ops::bind {
@@ -69,10 +72,12 @@ PYBIND11_MODULE(PAGED_OPS_MODULE, m) {
   m.def("set_cpu_isa", &cpu::select_isa, py::arg("name"));
   m.def("num_threads", &cpu::num_threads);
   m.def("set_num_threads", &cpu::set_num_threads, py::arg("num_threads"));
-#if defined(PAGED_OPS_CUDA_ARCHS)
+#if defined(PAGED_OPS_HAS_CUDA)
   m.attr("cuda_archs") = PAGED_OPS_CUDA_ARCHS;
+  m.def("cuda_devices", &launch::devices, "One line per GPU that this process can use.");
 #else
   m.attr("cuda_archs") = "";
+  m.def("cuda_devices", [] { return std::vector<std::string>{}; });
 #endif
 #endif
 }
