@@ -18,6 +18,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", "grid(cases): `case` becomes each of cases(target)")
     wanted = config.getoption("--backend") or []
     missing = set(wanted) - {target.backend for target in available_targets()}
     if missing:
@@ -38,7 +39,7 @@ def selected_targets(config: pytest.Config) -> list[Target]:
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
-    """`target` becomes each implementation; with `@pytest.mark.grid(f)`, `case` each of f(target)."""
+    """`target` becomes each implementation; with `@pytest.mark.grid(cases=f)`, `case` each of f(target)."""
     if "target" not in metafunc.fixturenames:
         return
     targets = selected_targets(metafunc.config)
@@ -46,7 +47,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
     if grid is None:
         metafunc.parametrize("target", targets, ids=str)
         return
-    (cases_for,) = grid.args
+    cases_for = grid.kwargs["cases"]
     pairs = [(target, case) for target in targets for case in cases_for(target)]
     metafunc.parametrize(("target", "case"), pairs, ids=[f"{target}: {case}" for target, case in pairs])
 

@@ -60,6 +60,17 @@ def use_num_threads(num_threads: int) -> Iterator[None]:
         _native.set_num_threads(previous)
 
 
+@contextlib.contextmanager
+def use_emulator(**settings: Any) -> Iterator[None]:
+    """Settings of the emulator (its `configure`) inside a `with`, the defaults after it."""
+    with use_backend("emulated") as module:
+        module.configure(**settings)
+        try:
+            yield
+        finally:
+            module.configure()
+
+
 @dataclass(frozen=True)
 class Target:
     """An implementation under test: a backend, and on the CPU the instruction set of its kernels."""

@@ -10,21 +10,21 @@ from paged_ops.testing import arrays
 from paged_ops.testing.backends import HostOps, Target
 from paged_ops.testing.cases import Case, build
 from paged_ops.testing.checks import check_attention, expected, require_same_bits
-from tests.ops.grids import decode_cases, extended_cases, varlen_cases
+from paged_ops.testing.grids import decode_cases, extended_cases, varlen_cases
 
 
-@pytest.mark.grid(decode_cases)
+@pytest.mark.grid(cases=decode_cases)
 def test_decode(ops: HostOps, case: Case) -> None:
     check_attention(lambda inputs: inputs.attention(ops), case)
 
 
-@pytest.mark.grid(varlen_cases)
+@pytest.mark.grid(cases=varlen_cases)
 def test_varlen(ops: HostOps, case: Case) -> None:
     check_attention(lambda inputs: inputs.attention(ops), case)
 
 
 @pytest.mark.slow
-@pytest.mark.grid(extended_cases)
+@pytest.mark.grid(cases=extended_cases)
 def test_extended_grid(ops: HostOps, case: Case) -> None:
     check_attention(lambda inputs: inputs.attention(ops), case)
 
@@ -50,7 +50,7 @@ def test_unused_memory_does_not_show(
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
 @pytest.mark.parametrize("dtype", arrays.DTYPES)
 def test_future_tokens_do_not_show(ops: HostOps, bad: float, dtype: str) -> None:
-    """Causal: what a query token does not see may be NaN, in keys and values, for other rows of its tile too."""
+    """Causal: what a query token does not see may be NaN, though other rows of its tile see it."""
     case = Case((40, 530), (12, 9), dtype=dtype, num_q_heads=8, num_kv_heads=2)
     inputs = build(case)
     out, lse = inputs.attention(ops)

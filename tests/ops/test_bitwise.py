@@ -1,0 +1,182 @@
+"""The bits of a row depend on its own query, keys, values and length, and on nothing else."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from paged_ops.testing import arrays
+from paged_ops.testing.backends import HostOps, Target, use_emulator, use_num_threads
+from paged_ops.testing.cases import (
+    WILD_BLOCK_IDS,
+    Case,
+    Inputs,
+    build,
+    one_sequence_per_token,
+    select_sequences,
+)
+from paged_ops.testing.checks import require_same_bits
+
+# A little of everything: several chunks, an empty sequence, a tail, groups that fill a matrix tile or do not.
+DECODE = [
+    Case((5, 1300, 0, 513, 64, 1), dtype=dtype, num_q_heads=heads * 2, num_kv_heads=2, head_dim=head_dim)
+    for dtype, (heads, head_dim) in itertools.product(arrays.DTYPES, [(1, 64), (3, 40), (8, 128)])
+]
+VARLEN = [
+    replace(case, seq_lens=(40, 530, 9, 600), q_lens=(40, 23, 1, 7), num_kv_heads=1, num_q_heads=case.group)
+    for case in DECODE
+]
+decode = pytest.mark.parametrize("case", DECODE, ids=str)
+varlen = pytest.mark.parametrize("case", VARLEN, ids=str)
+both = pytest.mark.parametrize("case", DECODE + VARLEN, ids=str)
+
+
+def require_same(wanted: Any, actual: Any) -> None:
+    require_same_bits("out", wanted[0], actual[0])
+    require_same_bits("lse", wanted[1], actual[1])
+
+
+def rows_of(inputs: Inputs, seq: int) -> slice:
+    if inputs.cu_seqlens_q is None:
+        return slice(seq, seq + 1)
+    return slice(*map(int, inputs.cu_seqlens_q[seq : seq + 2]))
+
+
+@both
+def test_alone_or_in_a_batch(ops: HostOps, case: Case) -> None:
+    inputs = build(case)
+    out, lse = inputs.attention(ops)
+    for seq in range(len(case.seq_lens)):
+        alone = select_sequences(inputs, [seq]).attention(ops)
+        require_same((out[rows_of(inputs, seq)], lse[rows_of(inputs, seq)]), alone)
+
+
+@both
+def test_order_of_the_batch(ops: HostOps, case: Case) -> None:
+    inputs = build(case)
+    out, lse = inputs.attention(ops)
+    order = np.random.default_rng(1).permutation(len(case.seq_lens)).tolist() * 2  # each sequence twice
+    rows = np.concatenate([np.arange(len(out))[rows_of(inputs, seq)] for seq in order])
+    require_same((out[rows], lse[rows]), select_sequences(inputs, order).attention(ops))
+
+
+@both
+def test_width_of_the_block_table(ops: HostOps, case: Case) -> None:
+    """max_blocks_per_seq bounds the grid and nothing else."""
+    inputs = build(case)
+    widened = np.full((len(case.seq_lens), inputs.block_tables.shape[1] + 200), WILD_BLOCK_IDS[0], np.int32)
+    widened[:, : inputs.block_tables.shape[1]] = inputs.block_tables
+    require_same(inputs.attention(ops), replace(inputs, block_tables=widened).attention(ops))
+
+
+@both
+def test_repeated_calls(ops: HostOps, case: Case) -> None:
+    inputs = build(case)
+    first = inputs.attention(ops)
+    for _ in range(3 if ops.target.backend == "emulated" else 20):
+        require_same(first, inputs.attention(ops))
+
+
+@varlen
+def test_varlen_equals_decode_token_by_token(ops: HostOps, case: Case) -> None:
+    inputs = build(case)
+    require_same(one_sequence_per_token(inputs).attention(ops), inputs.attention(ops))
+
+
+@varlen
+def test_any_chunking_of_a_prefill(ops: HostOps, case: Case) -> None:
+    """Each sequence's query tokens cut into calls anywhere: rows keep their bits."""
+    inputs = build(case)
+    out, lse = inputs.attention(ops)
+    rng = np.random.default_rng(2)
+    for seq, (seq_len, q_len) in enumerate(zip(case.seq_lens, case.query_lens, strict=True)):
+        cuts = np.unique([0, q_len, *rng.integers(0, q_len + 1, 3)])
+        for begin, end in itertools.pairwise(cuts.tolist()):
+            rows = slice(rows_of(inputs, seq).start + begin, rows_of(inputs, seq).start + end)
+            chunk = replace(
+                inputs,
+                query=inputs.query[rows],
+                block_tables=inputs.block_tables[seq : seq + 1],
+                seq_lens=np.array([seq_len - q_len + end], np.int32),
+                cu_seqlens_q=np.array([0, end - begin], np.int32),
+            )
+            require_same((out[rows], lse[rows]), chunk.attention(ops))
+
+
+@varlen
+def test_padding_does_not_matter(ops: HostOps, case: Case) -> None:
+    inputs = build(case)
+    padded = replace(inputs, query=np.concatenate([inputs.query, inputs.query[:7]]))
+    out, lse = padded.attention(ops)
+    require_same(inputs.attention(ops), (out[:-7], lse[:-7]))
+    assert (out[-7:] == 0).all() and np.isneginf(lse[-7:]).all()
+
+
+@pytest.mark.parametrize("dtype", arrays.DTYPES)
+@pytest.mark.parametrize("q_lens", [None, (17, 3, 1)])
+def test_block_size_and_layout(ops: HostOps, dtype: str, q_lens: tuple[int, ...] | None) -> None:
+    base = Case((30, 600, 513), q_lens, dtype=dtype, num_q_heads=6)
+    wanted = build(base).attention(ops)
+    for block_size, layout in [
+        (1, "NHD"),
+        (7, "HND"),
+        (256, "pool"),
+        (16, "unaligned"),
+        (600, "interleaved"),
+    ]:
+        moved = repaged(build(base), block_size, layout)
+        require_same(wanted, moved.attention(ops))
+
+
+def repaged(inputs: Inputs, block_size: int, layout: str) -> Inputs:
+    """The same keys and values in blocks of another size and layout.
+
+    (`build` would not do: it plants its spikes by block size.)
+    """
+    case = replace(inputs.case, block_size=block_size, layout=layout)
+    moved = build(case)
+    for seq, seq_len in enumerate(case.seq_lens):
+        token = np.arange(seq_len)
+        source = inputs.block_tables[seq, token // inputs.case.block_size], token % inputs.case.block_size
+        destination = moved.block_tables[seq, token // block_size], token % block_size
+        moved.key_cache[destination] = inputs.key_cache[source]
+        moved.value_cache[destination] = inputs.value_cache[source]
+    return replace(moved, query=inputs.query)
+
+
+@both
+def test_threads_of_the_cpu_backend(target: Target, case: Case) -> None:
+    if target.backend != "cpu":
+        pytest.skip("threads are the CPU backend's")
+    inputs, ops = build(case), HostOps(target)
+    results = []
+    for num_threads in (1, 2, 5):
+        with use_num_threads(num_threads):
+            results.append(inputs.attention(ops))
+    for result in results[1:]:
+        require_same(results[0], result)
+
+
+EMULATOR_SETTINGS: list[dict[str, Any]] = [
+    {"order": "reverse", "workers": 2},
+    {"order": "random", "landing": "random", "seed": 1, "workers": 2},
+    {"order": "random", "landing": "random", "seed": 2},
+    {"order": "forward", "landing": "at_once", "workers": 2},
+    {"order": "reverse", "landing": "at_once", "multiprocessors": 4},
+]
+
+
+@both
+def test_schedules_of_the_emulator(target: Target, case: Case) -> None:
+    """Order of threads, landing of asynchronous copies, size of the chip: a race would show as other bits."""
+    if target.backend != "emulated":
+        pytest.skip("the emulator's settings")
+    inputs, ops = build(case), HostOps(target)
+    wanted = inputs.attention(ops)
+    for settings in EMULATOR_SETTINGS:
+        with use_emulator(**settings):
+            require_same(wanted, inputs.attention(ops))
