@@ -1,0 +1,372 @@
+"""Reads a Hugging Face model folder: config.json and safetensors, to a ModelConfig, names and tensors."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from reference_engine.models.config import (
+    Activation,
+    ModelConfig,
+    ModelError,
+    RopeConfig,
+    llama3_rescale,
+    rope_frequencies,
+)
+from reference_engine.models.requirements import require
+from reference_engine.models.weights import Naming
+
+T = TypeVar("T")
+
+_LLAMA_NAMING = Naming(
+    embedding="model.embed_tokens",
+    layer="model.layers.{}",
+    attention_norm="input_layernorm",
+    query="self_attn.q_proj",
+    key="self_attn.k_proj",
+    value="self_attn.v_proj",
+    attention_output="self_attn.o_proj",
+    mlp_norm="post_attention_layernorm",
+    gate="mlp.gate_proj",
+    up="mlp.up_proj",
+    down="mlp.down_proj",
+    final_norm="model.norm",
+    unembedding="lm_head",
+)
+_GPT2_NAMING = Naming(
+    embedding="transformer.wte",
+    positions="transformer.wpe",
+    layer="transformer.h.{}",
+    attention_norm="ln_1",
+    qkv="attn.c_attn",
+    attention_output="attn.c_proj",
+    mlp_norm="ln_2",
+    up="mlp.c_fc",
+    down="mlp.c_proj",
+    final_norm="transformer.ln_f",
+    unembedding="lm_head",
+    transposed=True,  # GPT-2 calls its projections Conv1D
+)
+
+# Buffers that older checkpoints carry along: causal masks and rotary frequencies.
+_BUFFERS = re.compile(r"\.attn\.(bias|masked_bias)$|\.rotary_emb\.inv_freq$")
+
+_ACTIVATIONS: dict[str, Activation] = {
+    "silu": "silu",
+    "swish": "silu",
+    "relu": "relu",
+    "gelu": "gelu",
+    "gelu_new": "gelu_tanh",
+    "gelu_fast": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+}
+
+_STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+# Fields that change what a model computes, in a way that the decoder has no part for: name -> (meaning,
+# values that switch it off). An absent or null field is off.
+_UNSUPPORTED_FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
+    "add_cross_attention": ("cross-attention", (False,)),
+    "alibi": ("ALiBi position biases", (False,)),
+    "attention_multiplier": ("a scaled attention", ()),
+    "attn_logit_softcapping": ("soft-capped attention scores", ()),
+    "clip_qkv": ("clipped projections", ()),
+    "embedding_multiplier": ("scaled embeddings", (1,)),
+    "final_logit_softcapping": ("soft-capped logits", ()),
+    "is_encoder_decoder": ("an encoder", (False,)),
+    "kv_lora_rank": ("multi-head latent attention", ()),
+    "logit_scale": ("scaled logits", (1,)),
+    "logits_scaling": ("scaled logits", (1,)),
+    "n_routed_experts": ("a mixture of experts", (0, 1)),
+    "no_rope_layers": ("layers without positions", ([],)),
+    "num_experts": ("a mixture of experts", (0, 1)),
+    "num_local_experts": ("a mixture of experts", (0, 1)),
+    "partial_rotary_factor": ("rotary positions on a part of each head", (1,)),
+    "quantization_config": ("quantised weights", ()),
+    "residual_multiplier": ("scaled residuals", (1,)),
+    "scale_attn_by_inverse_layer_idx": ("attention scaled by the layer's number", (False,)),
+    "scale_attn_weights": ("unscaled attention", (True,)),
+    "use_qk_norm": ("normalised queries and keys", (False,)),
+}
+
+
+class _Fields:
+    """A JSON object whose fields are taken by name and type, with errors that name the file."""
+
+    def __init__(self, path: Path, values: dict[str, Any]) -> None:
+        self.path, self.values = path, values
+
+    def get(self, name: str, kind: type[T], default: T | None = None) -> T:
+        value = self.values.get(name)
+        if value is None:
+            if default is None:
+                raise ModelError(f"{self.path}: {name!r} is missing")
+            return default
+        if kind is float and isinstance(value, int) and not isinstance(value, bool):
+            value = float(value)
+        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
+            raise ModelError(f"{self.path}: {name!r} must be {kind.__name__}, got {value!r}")
+        return value
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object in a JSON file; ModelError names the file when it is missing, broken or no object."""
+    try:
+        value = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ModelError(f"{path}: no such file") from None
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: not readable as JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise ModelError(f"{path}: must hold a JSON object, got {type(value).__name__}")
+    return value
+
+
+def read_config(folder: Path) -> tuple[ModelConfig, Naming]:
+    """The shape that `config.json` describes, and the names its tensors have.
+
+    Raises:
+        ModelError: broken, incomplete, or describing something that the decoder does not compute.
+    """
+    path = folder / "config.json"
+    values = read_json(path)
+    kind = values.get("model_type")
+    if kind not in ("gpt2", "llama", "mistral", "qwen2"):
+        raise ModelError(
+            f"{path}: model_type {kind!r} is not supported; supported are gpt2, llama, mistral and qwen2"
+        )
+    fields = _Fields(path, values)
+    _refuse_unsupported(fields)
+    try:
+        return (_gpt2(fields), _GPT2_NAMING) if kind == "gpt2" else (_llama(fields, kind), _LLAMA_NAMING)
+    except ModelError as error:
+        raise error if str(path) in str(error) else ModelError(f"{path}: {error}") from None
+
+
+def _refuse_unsupported(fields: _Fields) -> None:
+    for name, (meaning, neutral) in _UNSUPPORTED_FIELDS.items():
+        value = fields.values.get(name)
+        if value is not None and value not in neutral:
+            raise ModelError(f"{fields.path}: {name} = {value!r} asks for {meaning}, which is not supported")
+
+
+def _gpt2(fields: _Fields) -> ModelConfig:
+    hidden, heads = fields.get("n_embd", int), fields.get("n_head", int)
+    if heads < 1 or hidden % heads:
+        raise ModelError(f"n_embd must be a multiple of n_head, got {hidden} and {heads}")
+    return ModelConfig(
+        architecture="gpt2",
+        vocab_size=fields.get("vocab_size", int),
+        hidden_size=hidden,
+        intermediate_size=fields.get("n_inner", int, 4 * hidden),
+        num_layers=fields.get("n_layer", int),
+        num_q_heads=heads,
+        num_kv_heads=heads,
+        head_dim=hidden // heads,
+        max_positions=fields.get("n_positions", int),
+        norm="layer",
+        norm_eps=fields.get("layer_norm_epsilon", float, 1e-5),
+        activation=_activation(fields, "activation_function", "gelu_new"),
+        gated_mlp=False,
+        rope=None,
+        attention_bias=True,
+        attention_output_bias=True,
+        mlp_bias=True,
+        tied_embeddings=fields.get("tie_word_embeddings", bool, True),
+    )
+
+
+def _llama(fields: _Fields, kind: str) -> ModelConfig:
+    hidden, heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
+    if fields.values.get("head_dim") is None and (heads < 1 or hidden % heads):
+        raise ModelError(
+            f"without head_dim, hidden_size must be a multiple of heads, got {hidden} and {heads}"
+        )
+    head_dim = fields.get("head_dim", int, hidden // max(heads, 1))
+    max_positions = fields.get("max_position_embeddings", int)
+    _refuse_window(fields, max_positions)
+    # Qwen2 has no field for its biases: they are part of the architecture.
+    attention_bias = True if kind == "qwen2" else fields.get("attention_bias", bool, False)
+    return ModelConfig(
+        architecture=kind,
+        vocab_size=fields.get("vocab_size", int),
+        hidden_size=hidden,
+        intermediate_size=fields.get("intermediate_size", int),
+        num_layers=fields.get("num_hidden_layers", int),
+        num_q_heads=heads,
+        num_kv_heads=fields.get("num_key_value_heads", int, heads),
+        head_dim=head_dim,
+        max_positions=max_positions,
+        norm="rms",
+        norm_eps=fields.get("rms_norm_eps", float, 1e-6),
+        activation=_activation(fields, "hidden_act", "silu"),
+        gated_mlp=True,
+        rope=_rope(fields, head_dim, max_positions),
+        attention_bias=attention_bias,
+        attention_output_bias=attention_bias and kind != "qwen2",
+        mlp_bias=fields.get("mlp_bias", bool, False),
+        tied_embeddings=fields.get("tie_word_embeddings", bool, False),
+    )
+
+
+def _activation(fields: _Fields, name: str, default: str) -> Activation:
+    value = fields.get(name, str, default)
+    if value not in _ACTIVATIONS:
+        raise ModelError(
+            f"{fields.path}: {name} {value!r} is not supported; supported are {', '.join(_ACTIVATIONS)}"
+        )
+    return _ACTIVATIONS[value]
+
+
+def _refuse_window(fields: _Fields, max_positions: int) -> None:
+    window = fields.values.get("sliding_window")
+    windowed = window is not None and fields.values.get("use_sliding_window", True) is not False
+    if windowed and fields.get("sliding_window", int) < max_positions:
+        raise ModelError(
+            f"{fields.path}: sliding_window = {window} within a context of {max_positions} "
+            "asks for sliding window attention, which is not supported"
+        )
+    layers = fields.values.get("layer_types") or []
+    if any(layer != "full_attention" for layer in layers):
+        raise ModelError(
+            f"{fields.path}: layer_types holds more than 'full_attention', which is not supported"
+        )
+
+
+def _rope(fields: _Fields, head_dim: int, max_positions: int) -> RopeConfig:
+    # Newer files have one object with everything; older ones a theta, and an object only for rescaling.
+    name = "rope_parameters" if fields.values.get("rope_parameters") is not None else "rope_scaling"
+    rope = _Fields(fields.path, fields.get(name, dict, {}))
+    if rope.values.get("partial_rotary_factor") not in (None, 1):
+        raise ModelError(f"{fields.path}: rotary positions on a part of each head are not supported")
+    theta = rope.get("rope_theta", float, fields.get("rope_theta", float, 10000.0))
+    if not theta > 0:
+        raise ModelError(f"{fields.path}: rope_theta must be positive, got {theta}")
+    frequencies = rope_frequencies(head_dim, theta)
+    kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+    if kind == "linear":
+        factor = rope.get("factor", float)
+        frequencies = tuple(frequency / factor for frequency in frequencies)
+    elif kind == "llama3":
+        frequencies = llama3_rescale(
+            frequencies,
+            factor=rope.get("factor", float),
+            low_freq_factor=rope.get("low_freq_factor", float),
+            high_freq_factor=rope.get("high_freq_factor", float),
+            original_max_positions=rope.get("original_max_position_embeddings", int, max_positions),
+        )
+    elif kind != "default":
+        raise ModelError(
+            f"{fields.path}: rope type {kind!r} is not supported; supported are default, linear and llama3"
+        )
+    return RopeConfig(frequencies, interleaved=False)
+
+
+class SafetensorsFolder:
+    """The tensors of a folder's `model.safetensors`, or of the shards that its index lists."""
+
+    def __init__(self, folder: Path) -> None:
+        self._safetensors = require("safetensors")
+        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
+        self._index = index if index.exists() else single
+        self._files: dict[str, Path] = {}
+        self._open: dict[Path, Any] = {}
+        if index.exists():
+            weight_map = read_json(index).get("weight_map")
+            if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
+                raise ModelError(f"{index}: 'weight_map' must map tensor names to file names")
+            for name, file in weight_map.items():
+                if Path(file).name != file:
+                    raise ModelError(
+                        f"{index}: tensor {name!r} is said to lie outside the folder, in {file!r}"
+                    )
+                self._files[name] = folder / file
+            for path in sorted(set(self._files.values())):
+                held = set(self._handle(path).keys())
+                lacking = sorted(n for n, f in self._files.items() if f == path and n not in held)
+                if lacking:
+                    raise ModelError(
+                        f"{path}: tensor {lacking[0]!r} is missing, though {index.name} lists it here"
+                    )
+                self._files.update((name, path) for name in held)
+        elif single.exists():
+            self._files = {name: single for name in list(self._handle(single).keys())}
+        else:
+            pickled = sorted(folder.glob("*.bin"))
+            hint = f"; {pickled[0].name} is a pickle, which is not loaded: convert it" if pickled else ""
+            raise ModelError(f"{single}: no such file, and no {index.name}{hint}")
+
+    def _handle(self, path: Path) -> Any:
+        if path not in self._open:
+            try:
+                self._open[path] = self._safetensors.safe_open(path, framework="pt")
+            except (OSError, self._safetensors.SafetensorError) as error:
+                raise ModelError(
+                    f"{path}: not readable as safetensors, broken or cut short: {error}"
+                ) from None
+        return self._open[path]
+
+    def names(self) -> Iterable[str]:
+        return self._files
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._slice(name).get_shape())
+
+    def read(self, name: str) -> torch.Tensor:
+        stored = self._slice(name).get_dtype()
+        if stored not in _STORED_DTYPES:
+            raise ModelError(
+                f"{self.where(name)}: tensor {name!r} is stored as {stored}; "
+                f"supported are {', '.join(_STORED_DTYPES)}"
+            )
+        tensor: torch.Tensor = self._handle(self._files[name]).get_tensor(name)
+        return tensor
+
+    def where(self, name: str) -> str:
+        return str(self._files.get(name, self._index))
+
+    def dtype(self, name: str) -> torch.dtype | None:
+        """What a tensor is stored as; None when it is absent or nothing to compute with."""
+        return _STORED_DTYPES.get(self._slice(name).get_dtype()) if name in self._files else None
+
+    def _slice(self, name: str) -> Any:
+        return self._handle(self._files[name]).get_slice(name)
+
+
+def adapt_naming(naming: Naming, source: SafetensorsFolder) -> Naming:
+    """The names without their leading "model." or "transformer.", if the checkpoint leaves it out."""
+    prefix = naming.embedding.split(".")[0] + "."
+    if any(name.startswith(prefix) for name in source.names()):
+        return naming
+    bare = {
+        field: getattr(naming, field).removeprefix(prefix)
+        for field in ("embedding", "positions", "layer", "final_norm")
+    }
+    return replace(naming, **bare)
+
+
+def ignorable(naming: Naming, config: ModelConfig, source: SafetensorsFolder) -> set[str]:
+    """Tensors that a checkpoint may carry without need: buffers, and the copy of a tied embedding."""
+    ignored = {name for name in source.names() if _BUFFERS.search(name)}
+    if config.tied_embeddings:
+        ignored.add(f"{naming.unembedding}.weight")
+    return ignored
+
+
+def eos_token_ids(folder: Path) -> tuple[int, ...]:
+    """End-of-sequence ids: `generation_config.json` if it has any, else `config.json`."""
+    for file in ("generation_config.json", "config.json"):
+        path = folder / file
+        value = read_json(path).get("eos_token_id") if path.exists() else None
+        if value is not None:
+            ids = value if isinstance(value, list) else [value]
+            if not all(isinstance(i, int) and not isinstance(i, bool) for i in ids):
+                raise ModelError(f"{path}: eos_token_id must be an integer or a list of them, got {value!r}")
+            return tuple(ids)
+    return ()
