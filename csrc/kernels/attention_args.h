@@ -1,0 +1,32 @@
+// What the attention kernels are launched with: the op's parameters and what the host derived from them.
+#pragma once
+#include <cstdint>
+
+#include "params/attention.h"
+#include "simt/simt.h"
+
+namespace paged_ops::kernels {
+
+// Keys are cut at multiples of kChunkTokens, whatever the batch. A chunk gives a partial state (maximum,
+// sum, un-normalised output) of each row; a row's result is the left fold of its chunks' states. Inside a
+// chunk the work is cut into tiles of kTileTokens (the M side of the matrix instruction), dealt to the
+// warps in turn. All of it hangs on positions alone: so do the bits of a row.
+constexpr int kChunkTokens = 512;
+constexpr int kTileTokens = 16;
+
+struct AttentionArgs {
+  AttentionParams op;
+  int group;         // query heads per KV head
+  int capacity;      // tokens that a row of the block table has room for; lengths are clamped to it
+  float scale_log2;  // op.scale * log2(e): exponents are powers of two
+
+  // Parallel: the chunks of a tile of rows are shared out to gridDim.y CTAs, and the last one to finish folds
+  // the partial states. Otherwise one CTA walks all chunks and folds as it goes. The bits are the same.
+  bool parallel;
+  int max_chunks;          // of any sequence; the extent of the arrays below
+  float* partial_out;      // [num_tokens, num_q_heads, max_chunks, value_head_dim] un-normalised
+  float2* partial_state;   // [num_tokens, num_q_heads, max_chunks] maximum (log2 units) and sum
+  int* finished;           // [gridDim.x] chunks done per tile of rows, zero at the start
+};
+
+}  // namespace paged_ops::kernels

@@ -1,0 +1,225 @@
+// The arithmetic of attention on a tile of 16 tokens by matrix instructions, for f16 and bf16.
+//
+// Swapped operands: a group has few query heads but many tokens, so tokens take the 16-row side of
+// mma.m16n8k16 and columns (query token, head) the 8-wide side:
+//     S   (16 tokens x 8 columns) = K   (16 x D)      Q^T (D x 8)      K: ldmatrix,       Q: registers
+//     O^T (D dims    x 8 columns) = V^T (D x 16)      P^T (16 x 8)     V: ldmatrix.trans, P: movmatrix
+// In both results lane l holds columns 2 (l mod 4) and the next one: the running maximum, the sum and the
+// rescaling of O all concern the lane's own two columns, with no data movement.
+#pragma once
+#include "kernels/column_map.cuh"
+#include "kernels/online_softmax.cuh"
+#include "kernels/tile_loader.cuh"
+
+namespace paged_ops::kernels {
+
+// Ring depth and residency, chosen for about 150-190 KB in flight per multiprocessor of an H200.
+template <int kHeadDim, int kColumnTiles>
+struct MmaShape;
+template <int kColumnTiles>
+struct MmaShape<64, kColumnTiles> {
+  static constexpr int kStages = 3, kMinCtas = 4;
+};
+template <int kColumnTiles>
+struct MmaShape<128, kColumnTiles> {
+  static constexpr int kStages = 2, kMinCtas = 3;
+};
+template <int kColumnTiles>
+struct MmaShape<256, kColumnTiles> {
+  static constexpr int kStages = 1, kMinCtas = kColumnTiles == 1 ? 3 : 2;
+};
+
+// T: f16 or bf16. kColumnTiles: tiles of 8 columns that share one pass over K and V.
+template <class T, int kDim, int kColumnTiles>
+class MmaTile {
+ public:
+  using Element = T;
+  using Shape = MmaShape<kDim, kColumnTiles>;
+  static constexpr int kHeadDim = kDim, kColumns = 8 * kColumnTiles, kWarps = 4;
+  static constexpr int kStages = Shape::kStages, kMinCtas = Shape::kMinCtas;
+  static constexpr int kScratchNbytes = 0;
+  using Slot = SwizzledSlot<kDim * int(sizeof(T))>;
+
+  // K's matrices are (rows 0-7 | 8-15) x (dims 0-7 | 8-15); V's the other way round, as its fragments are transposed.
+  __device__ __forceinline__ MmaTile(int /*warp*/, int lane, unsigned char* /*scratch*/)
+      : g_(lane >> 2),
+        t_(lane & 3),
+        key_at_(Slot::at(lane & 15, lane >> 4)),
+        value_at_(Slot::at((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1)) {}
+
+  // Q as the B operand: for column g, pairs of dims (2t, 2t+1) and (8+2t, 9+2t) of each 16.
+  __device__ __forceinline__ void load_query(const AttentionArgs& a, const ColumnTile& tile, int kv_head) {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++) {
+      const int column = n * 8 + g_;
+      const bool valid = column < tile.num_columns;
+      const Row row = row_of(a, tile, kv_head, valid ? column : 0);
+      const T* q = reinterpret_cast<const T*>(static_cast<const char*>(a.op.query) +
+                                              row.token * a.op.query_stride_token + row.head * a.op.query_stride_head);
+#pragma unroll
+      for (int k = 0; k < kDim / 16; k++)
+#pragma unroll
+        for (int h = 0; h < 2; h++) {
+          const int dim = k * 16 + h * 8 + t_ * 2;
+          uint32_t pair = 0;  // rows may be no better aligned than their elements
+          if (valid && dim < a.op.kv.key_head_dim) pair = q[dim].bits | uint32_t(q[dim + 1].bits) << 16;
+          query_[n][k][h] = pair;
+        }
+    }
+  }
+
+  __device__ __forceinline__ void reset() {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++) {
+      m_[n][0] = m_[n][1] = -INFINITY;
+      l_[n][0] = l_[n][1] = 0.f;
+#pragma unroll
+      for (int d = 0; d < kDim / 16; d++)
+#pragma unroll
+        for (int e = 0; e < 4; e++) out_[n][d][e] = 0.f;
+    }
+  }
+
+  // S = K Q^T, in two chains to halve the latency of the matrix instruction.
+  __device__ __forceinline__ void score(SharedSlot keys) {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+      for (int e = 0; e < 4; e++) score_[n][0][e] = score_[n][1][e] = 0.f;
+#pragma unroll
+    for (int k = 0; k < kDim / 16; k++) {
+      uint32_t rows[4];
+      ptx::ldmatrix_x4(rows, keys.at + Slot::right(key_at_, 2 * k));
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++) ptx::mma_m16n8k16<T>(score_[n][k & 1], rows, query_[n][k]);
+    }
+  }
+
+  // Scores to probabilities relative to the running maximum; O and l are brought to a new one.
+  // `masked`: column c sees token r of the tile only if first_token + r < visible[c].
+  __device__ __forceinline__ void update_softmax(float scale_log2, bool masked, int first_token, const int* visible) {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++) {
+      float x[4];  // tokens g (first two) and g + 8, columns 2t and 2t + 1
+#pragma unroll
+      for (int e = 0; e < 4; e++) x[e] = __fmul_rn(score_[n][0][e] + score_[n][1][e], scale_log2);
+      if (masked) {
+        const int2 seen = *reinterpret_cast<const int2*>(visible + n * 8 + t_ * 2);
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+          if (first_token + g_ + (e >> 1) * 8 >= (e & 1 ? seen.y : seen.x)) x[e] = -INFINITY;
+      }
+      float maximum[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])}, rescale[2];
+#pragma unroll
+      for (int o = 4; o < kWarpSize; o <<= 1) {
+        maximum[0] = fmaxf(maximum[0], __shfl_xor_sync(kAllLanes, maximum[0], o));
+        maximum[1] = fmaxf(maximum[1], __shfl_xor_sync(kAllLanes, maximum[1], o));
+      }
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const float new_maximum = fmaxf(m_[n][j], maximum[j]);
+        const float base = exponent_base(new_maximum);
+        rescale[j] = ptx::ex2(m_[n][j] - base);
+        m_[n][j] = new_maximum;
+        x[j] = ptx::ex2(x[j] - base);
+        x[j + 2] = ptx::ex2(x[j + 2] - base);
+        l_[n][j] = fmaf(l_[n][j], rescale[j], x[j] + x[j + 2]);
+      }
+      probability_[n][0] = ptx::movmatrix_trans(ptx::pack2<T>(x[0], x[1]));
+      probability_[n][1] = ptx::movmatrix_trans(ptx::pack2<T>(x[2], x[3]));
+      // Once the maximum has settled nothing is rescaled (times 1 is exact: the same bits either way).
+      if (__any_sync(kAllLanes, rescale[0] != 1.f || rescale[1] != 1.f)) {
+#pragma unroll
+        for (int d = 0; d < kDim / 16; d++) {
+          out_[n][d][0] *= rescale[0];
+          out_[n][d][1] *= rescale[1];
+          out_[n][d][2] *= rescale[0];
+          out_[n][d][3] *= rescale[1];
+        }
+      }
+    }
+  }
+
+  // O^T += V^T P^T.
+  __device__ __forceinline__ void accumulate(SharedSlot values) {
+#pragma unroll
+    for (int d = 0; d < kDim / 16; d++) {
+      uint32_t dims[4];
+      ptx::ldmatrix_x4_trans(dims, values.at + Slot::right(value_at_, 2 * d));
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++) ptx::mma_m16n8k16<T>(out_[n][d], dims, probability_[n]);
+    }
+  }
+
+  // The same for a tile with tokens that some columns see and others do not. A probability of 0 hides what
+  // is finite, but 0 times an infinity or NaN is NaN: where there is one, columns that see equally far are done
+  // together, with the rows that they do not see as zeros, and the other columns' results are dropped.
+  __device__ __forceinline__ void accumulate_masked(SharedSlot values, int first_token, const int* visible) {
+    if (all_finite(values)) return accumulate(values);
+    for (int c = 0; c < kColumns;) {
+      const int seen = visible[c];
+      while (c < kColumns && visible[c] == seen) c++;
+      const int rows = seen - first_token;
+      const auto keep = [&](int row) { return (row < rows ? 0x0000ffffu : 0u) | (row + 1 < rows ? 0xffff0000u : 0u); };
+      const uint32_t keep_low = keep(2 * t_), keep_high = keep(8 + 2 * t_);
+#pragma unroll
+      for (int d = 0; d < kDim / 16; d++) {
+        uint32_t dims[4];
+        ptx::ldmatrix_x4_trans(dims, values.at + Slot::right(value_at_, 2 * d));
+        dims[0] &= keep_low;
+        dims[1] &= keep_low;
+        dims[2] &= keep_high;
+        dims[3] &= keep_high;
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; n++) {
+          float sum[4] = {out_[n][d][0], out_[n][d][1], out_[n][d][2], out_[n][d][3]};
+          ptx::mma_m16n8k16<T>(sum, dims, probability_[n]);
+          const int2 mine = *reinterpret_cast<const int2*>(visible + n * 8 + t_ * 2);
+#pragma unroll
+          for (int e = 0; e < 4; e++)
+            if ((e & 1 ? mine.y : mine.x) == seen) out_[n][d][e] = sum[e];
+        }
+      }
+    }
+  }
+
+  // This warp's state to shared memory: out [kColumns, row_stride], state [kColumns].
+  __device__ __forceinline__ void write_state(float* out, int row_stride, float2* state) {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        float sum = l_[n][j];  // so far of this lane's tokens
+#pragma unroll
+        for (int o = 4; o < kWarpSize; o <<= 1) sum += __shfl_xor_sync(kAllLanes, sum, o);
+        const int column = n * 8 + t_ * 2 + j;
+        if (g_ == 0) state[column] = make_float2(m_[n][j], sum);
+#pragma unroll
+        for (int d = 0; d < kDim / 16; d++) {
+          out[column * row_stride + d * 16 + g_] = out_[n][d][j];
+          out[column * row_stride + d * 16 + g_ + 8] = out_[n][d][j + 2];
+        }
+      }
+  }
+
+ private:
+  __device__ __forceinline__ bool all_finite(SharedSlot values) const {
+    constexpr uint32_t kExponent = dtype_of<T>::value == DType::f16 ? 0x7c00u : 0x7f80u;
+    bool finite = true;
+    for (int i = g_ * 4 + t_; i < Slot::kNbytes / 16; i += kWarpSize) {
+      const uint4 piece = ptx::load16(values.bytes + i * 16);
+      for (const uint32_t pair : {piece.x, piece.y, piece.z, piece.w})
+        finite &= (pair & kExponent) != kExponent && (pair >> 16 & kExponent) != kExponent;
+    }
+    return __all_sync(kAllLanes, finite);
+  }
+
+  int g_, t_;  // row (or column) and pair that this lane has of a matrix
+  unsigned key_at_, value_at_;
+  uint32_t query_[kColumnTiles][kDim / 16][2];
+  float m_[kColumnTiles][2], l_[kColumnTiles][2], out_[kColumnTiles][kDim / 16][4];
+  float score_[kColumnTiles][2][4];
+  uint32_t probability_[kColumnTiles][2];
+};
+
+}  // namespace paged_ops::kernels

@@ -1,0 +1,149 @@
+// Brings a warp's tiles of K and V from their blocks into the warp's own ring in shared memory.
+//
+// The ring has kStages slots for K and as many for V. A slot is refilled as soon as all lanes have read it, before
+// waiting for anything, so that while a warp waits all its slots are in flight, and while it computes all but one.
+// Commit groups in order: K0 V0 K1 V1 ...; each wait leaves the 2 * kStages - 1 youngest alone.
+#pragma once
+#include "kernels/attention_args.h"
+#include "kernels/page_walk.cuh"
+#include "kernels/swizzle.cuh"
+#include "kernels/warp.cuh"
+
+namespace paged_ops::kernels {
+
+// How rows get to shared memory. Asynchronous copies want every row 16-byte aligned; where a caller's base
+// or strides are not, elements are loaded one by one, with the same results.
+enum class RowCopy { asynchronous, by_element };
+
+// A slot as the matrix and copy instructions address it, and as a pointer.
+struct SharedSlot {
+  ptx::smem_t at;
+  unsigned char* bytes;
+};
+
+template <class Element, int kHeadDim, int kStages, int kWarps, RowCopy kCopy>
+class TileLoader {
+ public:
+  using Slot = SwizzledSlot<kHeadDim * int(sizeof(Element))>;
+  static constexpr int kRingNbytes = 2 * kStages * Slot::kNbytes;  // of one warp
+
+  // `rings` has kWarps rings.
+  __device__ __forceinline__ TileLoader(const AttentionArgs& a, const int32_t* table, int kv_head, int warp, int lane,
+                                        unsigned char* rings)
+      : walk_(table, a.op.kv.block_size, kTileTokens * kWarps),
+        ring_{ptx::opaque(ptx::smem_addr(rings + warp * kRingNbytes)), rings + warp * kRingNbytes},
+        warp_(warp),
+        lane_(lane),
+        copy_at_(Slot::at(lane / kLanesPerRow, lane % kLanesPerRow)),
+        key_head_dim_(a.op.kv.key_head_dim),
+        value_head_dim_(a.op.kv.value_head_dim) {
+    const PagedKV& kv = a.op.kv;
+    const int first_piece = lane % kLanesPerRow * 16;
+    keys_ = static_cast<const char*>(kv.key.data) + kv_head * kv.key.stride_head + first_piece;
+    values_ = static_cast<const char*>(kv.value.data) + kv_head * kv.value.stride_head + first_piece;
+    const CacheView& mine = lane < kTileTokens ? kv.key : kv.value;
+    stride_block_ = mine.stride_block;
+    stride_token_ = mine.stride_token;
+  }
+
+  // Begins the tokens [begin, end) of a chunk: this warp's tiles are those at begin + 16 (warp + kWarps i).
+  __device__ __forceinline__ void start(int begin, int end) {
+    first_token_ = begin + warp_ * kTileTokens;
+    end_ = end;
+    const int chunk_tiles = (end - begin + kTileTokens - 1) / kTileTokens;
+    num_tiles_ = (chunk_tiles - warp_ + kWarps - 1) / kWarps;
+    walk_.start(first_token_ + lane_ % kTileTokens);
+    PageWalk::Place first[kStages];  // all look-ups before all copies: one latency, not kStages
+#pragma unroll
+    for (int s = 0; s < kStages; s++) first[s] = walk_.step(end_);
+    ahead_ = walk_.step(end_);
+#pragma unroll
+    for (int s = 0; s < kStages; s++) {
+      row_offset_ = locate(first[s]);
+      copy_keys(s, s);
+      copy_values(s, s);
+    }
+  }
+
+  __device__ __forceinline__ int num_tiles() const { return num_tiles_; }
+  __device__ __forceinline__ int first_token(int tile) const { return first_token_ + tile * (kTileTokens * kWarps); }
+  __device__ __forceinline__ SharedSlot key_slot(int stage) const { return slot(stage); }
+  __device__ __forceinline__ SharedSlot value_slot(int stage) const { return slot(kStages + stage); }
+
+  // Waits until the oldest slot not waited for has landed, for all lanes.
+  __device__ __forceinline__ void wait() const {
+    ptx::cp_wait<2 * kStages - 1>();
+    __syncwarp();
+  }
+  __device__ __forceinline__ void drain() const { ptx::cp_wait<0>(); }
+
+  // Moves on to the next tile's rows. Its block ids were read one tile ago, and those of the next one are now.
+  __device__ __forceinline__ void advance() {
+    row_offset_ = locate(ahead_);
+    ahead_ = walk_.step(end_);
+  }
+  __device__ __forceinline__ void copy_keys(int tile, int stage) {
+    copy(tile, key_slot(stage), keys_, 0, key_head_dim_);
+  }
+  __device__ __forceinline__ void copy_values(int tile, int stage) {
+    copy(tile, value_slot(stage), values_, kTileTokens, value_head_dim_);
+  }
+
+ private:
+  static constexpr int kLanesPerRow = Slot::kPieces < 8 ? Slot::kPieces : 8;  // a copy covers whole 128-byte lines
+  static constexpr int kRowsPerCopy = kWarpSize / kLanesPerRow;
+  static constexpr int kElementsPerPiece = 16 / int(sizeof(Element));
+
+  __device__ __forceinline__ SharedSlot slot(int i) const {
+    return {ring_.at + i * Slot::kNbytes, ring_.bytes + i * Slot::kNbytes};
+  }
+
+  __device__ __forceinline__ int64_t locate(PageWalk::Place place) const {
+    return unsigned(place.block) * stride_block_ + unsigned(place.slot) * stride_token_;
+  }
+
+  // Lane `owner` + r knows where row r is. Rows past the end and dims past the head are zeros, and not read.
+  __device__ __forceinline__ void copy(int tile, SharedSlot slot, const char* base, int owner, int head_dim) {
+    if (tile < num_tiles_) {
+      const int copy_row = lane_ / kLanesPerRow, copy_piece = lane_ % kLanesPerRow;
+      const int rows = end_ - first_token(tile) - copy_row;
+#pragma unroll
+      for (int r = 0; r < kTileTokens; r += kRowsPerCopy) {
+        const char* source = base + __shfl_sync(kAllLanes, row_offset_, owner + copy_row + r);
+#pragma unroll
+        for (int c = 0; c < Slot::kPieces; c += kLanesPerRow) {
+          const bool valid = r < rows && (c + copy_piece) * kElementsPerPiece < head_dim;
+          const unsigned to = Slot::down(copy_at_, r) + c * 16;
+          if constexpr (kCopy == RowCopy::asynchronous)
+            ptx::cp_async16(slot.at + to, source + c * 16, valid);
+          else
+            copy_by_element(slot.bytes + to, source + c * 16, valid);
+        }
+      }
+    }
+    ptx::cp_commit();  // an empty group too: it keeps the count
+  }
+
+  static __device__ __forceinline__ void copy_by_element(unsigned char* to, const char* source, bool valid) {
+    alignas(16) Element piece[kElementsPerPiece] = {};
+    if (valid) {
+#pragma unroll
+      for (int i = 0; i < kElementsPerPiece; i++) piece[i] = reinterpret_cast<const Element*>(source)[i];
+    }
+    ptx::store16(to, *reinterpret_cast<const uint4*>(piece));
+  }
+
+  PageWalk walk_;
+  PageWalk::Place ahead_{};
+  SharedSlot ring_;
+  int warp_, lane_;
+  unsigned copy_at_;
+  int key_head_dim_, value_head_dim_;
+  const char* keys_;
+  const char* values_;
+  int64_t stride_block_, stride_token_;  // of K for the first 16 lanes, of V for the others
+  int64_t row_offset_ = 0;               // bytes to the lane's row of the tile being copied
+  int first_token_ = 0, end_ = 0, num_tiles_ = 0;
+};
+
+}  // namespace paged_ops::kernels

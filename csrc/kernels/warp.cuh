@@ -1,0 +1,33 @@
+// What kernels know about a warp: its size, its index, and a search that all its lanes do together.
+#pragma once
+#include <cstdint>
+
+#include "simt/ptx.h"
+#include "simt/simt.h"
+
+namespace paged_ops::kernels {
+
+constexpr int kWarpSize = 32;
+constexpr uint32_t kAllLanes = 0xffffffffu;
+
+// The index of this thread's warp. Taken through a shuffle, so that the compiler knows it to be uniform:
+// otherwise it guards every later shuffle against divergence.
+__device__ __forceinline__ int warp_index() { return __shfl_sync(kAllLanes, int(threadIdx.x) / kWarpSize, 0); }
+
+// The largest i in [0, n) with key(i) <= x, for a key that never decreases and key(0) <= x. 32 probes at a
+// time: two rounds for a thousand sequences. All lanes of the warp call it with the same arguments.
+template <class Key>
+__device__ __forceinline__ int warp_search(int lane, int n, int64_t x, Key key) {
+  int low = 0;
+  while (n > 1) {
+    const int step = (n + kWarpSize - 1) / kWarpSize;
+    const int ahead = lane * step;
+    const int at_most = __popc(__ballot_sync(kAllLanes, ahead < n && key(low + ahead) <= x));
+    const int skipped = (at_most > 0 ? at_most - 1 : 0) * step;
+    low += skipped;
+    n = min(step, n - skipped);
+  }
+  return low;
+}
+
+}  // namespace paged_ops::kernels

@@ -1,0 +1,11 @@
+// The attention kernels for f16.
+#include "launch/attention_mma.h"
+
+namespace paged_ops::launch {
+
+template <>
+void launch_attention<f16>(const AttentionPlan& plan, const kernels::AttentionArgs& args, cudaStream_t stream) {
+  launch_attention_mma<f16>(plan, args, stream);
+}
+
+}  // namespace paged_ops::launch

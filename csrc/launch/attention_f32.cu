@@ -1,0 +1,19 @@
+// The attention kernels for f32.
+#include "kernels/attention_fma.cuh"
+#include "launch/attention_launch.h"
+
+namespace paged_ops::launch {
+
+template <>
+void launch_attention<float>(const AttentionPlan& plan, const kernels::AttentionArgs& args, cudaStream_t stream) {
+  using kernels::FmaTile, kernels::RowCopy;
+  dispatch_head_dim(plan.head_dim, [&](auto dim) {
+    using Tile = FmaTile<decltype(dim)::value>;
+    if (plan.aligned)
+      launch_attention_tile<Tile, RowCopy::asynchronous>(plan, args, stream);
+    else
+      launch_attention_tile<Tile, RowCopy::by_element>(plan, args, stream);
+  });
+}
+
+}  // namespace paged_ops::launch

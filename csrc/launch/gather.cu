@@ -1,0 +1,41 @@
+// Gathering sequences out of a paged KV cache into contiguous rows.
+#include "kernels/gather.cuh"
+
+#include <algorithm>
+
+#include "launch/cuda_status.h"
+#include "launch/index_check.h"
+#include "launch/ops.h"
+#include "launch/packet_width.h"
+
+namespace paged_ops::launch {
+
+void gather(const GatherParams& p, const Context& context) {
+  const DeviceGuard guard(context.device);
+  const auto stream = static_cast<cudaStream_t>(context.stream);
+  PAGED_OPS_REQUIRE(p.num_rows <= INT32_MAX, "out: has ", p.num_rows, " rows, wanted at most ", INT32_MAX);
+  if (context.check) check_block_tables(p.tables, p.kv, stream);
+
+  simt::launch(kernels::cu_seqlens_kernel, 1, kernels::kScanThreads, 0, stream, p);
+  if (p.num_rows == 0) return;
+  const int key_nbytes = p.kv.key_head_dim * itemsize(p.kv.dtype);
+  const int value_nbytes = p.kv.value_head_dim * itemsize(p.kv.dtype);
+  const int width = PacketWidth()
+                        .cache(p.kv.key)
+                        .cache(p.kv.value)
+                        .address(p.key)
+                        .nbytes(p.key_stride_token)
+                        .nbytes(p.key_stride_head)
+                        .address(p.value)
+                        .nbytes(p.value_stride_token)
+                        .nbytes(p.value_stride_head)
+                        .nbytes(key_nbytes)
+                        .nbytes(value_nbytes)
+                        .get();
+  const dim3 threads = head_threads(std::max(key_nbytes, value_nbytes) / width, p.kv.num_kv_heads);
+  dispatch_packet(width, [&](auto packet) {
+    simt::launch(kernels::gather_kernel<typename decltype(packet)::type>, unsigned(p.num_rows), threads, 0, stream, p);
+  });
+}
+
+}  // namespace paged_ops::launch
