@@ -1,6 +1,8 @@
 // Reading tensors of every framework without linking any of them.
 #include "bind/array.h"
 
+#include <pybind11/stl.h>
+
 #include <algorithm>
 #include <array>
 
