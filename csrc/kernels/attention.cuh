@@ -1,11 +1,11 @@
 // Attention over a paged KV cache: the walk of a CTA over the keys of its rows.
 //
 // Every byte of K and V is used once per group of query heads, so the kernel is a copy engine with arithmetic
-// attached: what counts is how many bytes are in flight, and that the arithmetic never holds the copies up. A CTA
-// serves a tile of columns (column_map.cuh) of one KV head. Its warps are independent: each owns every kWarps-th
-// tile of 16 tokens, copies it to its own ring (tile_loader.cuh) and keeps its own state; the main loop
-// has no CTA barrier. At the end of a chunk the warps' states are folded in warp order, and chunks in chunk order
-// (online_softmax.cuh), in one CTA or by the last of several.
+// attached: what counts is how many bytes are in flight, and that the arithmetic never holds the copies up. A
+// CTA serves a tile of columns (column_map.cuh) of one KV head. Its warps are independent: each owns every
+// kWarps-th tile of 16 tokens, copies it to its own ring (tile_loader.cuh) and keeps its own state; the main
+// loop has no CTA barrier. At the end of a chunk the warps' states are folded in warp order, and chunks in
+// chunk order (online_softmax.cuh), in one CTA or by the last of several.
 //
 // What differs between element types is the arithmetic on a tile: attention_mma.cuh, attention_fma.cuh.
 #pragma once
@@ -19,14 +19,16 @@ namespace paged_ops::kernels {
 template <class Tile, RowCopy kCopy>
 struct AttentionShared {
   using Loader = TileLoader<typename Tile::Element, Tile::kHeadDim, Tile::kStages, Tile::kWarps, kCopy>;
-  static constexpr int kRow = Tile::kHeadDim + 4;  // floats; 4 more make a warp's writes free of bank conflicts
+  static constexpr int kRow =
+      Tile::kHeadDim + 4;  // floats; 4 more make a warp's writes free of bank conflicts
   static constexpr int kStateNbytes = Tile::kColumns * (kRow * int(sizeof(float)) + int(sizeof(float2)));
   static constexpr int kRings = Tile::kWarps * Loader::kRingNbytes;
   static constexpr int kStates = Tile::kWarps * kStateNbytes;  // at the end of a chunk, in place of the rings
   static constexpr int kScratch = kRings > kStates ? kRings : kStates;
   static constexpr int kVisible = kScratch + Tile::kScratchNbytes;
   static constexpr int kLast = kVisible + Tile::kColumns * int(sizeof(int));
-  static constexpr int kRunning = (kLast + int(sizeof(int)) + 15) / 16 * 16;  // the state that chunks are folded into
+  static constexpr int kRunning =
+      (kLast + int(sizeof(int)) + 15) / 16 * 16;  // the state that chunks are folded into
   static constexpr int nbytes(bool parallel) { return parallel ? kRunning : kRunning + kStateNbytes; }
 };
 
@@ -64,8 +66,8 @@ __device__ __forceinline__ void store4(T* to, float4 x) {
 }
 
 template <class T, int kHeadDim>
-__device__ __forceinline__ void store_result(const AttentionArgs& a, Row row, const RowState<kHeadDim>& result,
-                                             int lane) {
+__device__ __forceinline__ void store_result(const AttentionArgs& a, Row row,
+                                             const RowState<kHeadDim>& result, int lane) {
   T* out = reinterpret_cast<T*>(static_cast<char*>(a.op.out) + row.token * a.op.out_stride_token +
                                 row.head * a.op.out_stride_head);
   const float inverse = result.normaliser();
@@ -75,7 +77,8 @@ __device__ __forceinline__ void store_result(const AttentionArgs& a, Row row, co
     const float4 o = result.o[i];
     // Adding 0 turns -0 into 0: which zero a masked key leaves behind must not show.
     if (dim < a.op.kv.value_head_dim)
-      store4(out + dim, make_float4(o.x * inverse + 0.f, o.y * inverse + 0.f, o.z * inverse + 0.f, o.w * inverse + 0.f));
+      store4(out + dim,
+             make_float4(o.x * inverse + 0.f, o.y * inverse + 0.f, o.z * inverse + 0.f, o.w * inverse + 0.f));
   }
   if (a.op.lse != nullptr && lane == 0)
     a.op.lse[int64_t(row.token) * a.op.num_q_heads + row.head] = result.natural_lse();
@@ -123,7 +126,8 @@ __device__ __forceinline__ RowState<kHeadDim> fold_chunks(const AttentionArgs& a
 }
 
 template <class Tile, RowCopy kCopy>
-__global__ void __launch_bounds__(Tile::kWarps* kWarpSize, Tile::kMinCtas) attention_kernel(const AttentionArgs a) {
+__global__ void __launch_bounds__(Tile::kWarps* kWarpSize, Tile::kMinCtas)
+    attention_kernel(const AttentionArgs a) {
   using T = typename Tile::Element;
   using Shared = AttentionShared<Tile, kCopy>;
   using States = StateView<Shared, Tile::kColumns>;
@@ -143,14 +147,16 @@ __global__ void __launch_bounds__(Tile::kWarps* kWarpSize, Tile::kMinCtas) atten
   const ColumnTile columns = column_tile<kColumns>(a, place / op.kv.num_kv_heads, lane);
   if (columns.num_columns == 0) return;
   const int seen_by_all = columns.visible(a, 0), seen_by_any = columns.visible(a, columns.num_columns - 1);
-  const int num_chunks = max(1, (seen_by_any + kChunkTokens - 1) / kChunkTokens);  // one, if empty: it writes the rows
+  const int num_chunks =
+      max(1, (seen_by_any + kChunkTokens - 1) / kChunkTokens);  // one, if empty: it writes the rows
   if (int(blockIdx.y) >= num_chunks) return;
 
   int* visible = reinterpret_cast<int*>(shared + Shared::kVisible);  // [kColumns]
-  if (threadIdx.x < kColumns) visible[threadIdx.x] = columns.visible(a, min(int(threadIdx.x), columns.num_columns - 1));
+  if (threadIdx.x < kColumns)
+    visible[threadIdx.x] = columns.visible(a, min(int(threadIdx.x), columns.num_columns - 1));
 
-  typename Shared::Loader loader(a, op.tables.block_ids + columns.sequence * op.tables.stride, kv_head, warp, lane,
-                                 shared);
+  typename Shared::Loader loader(a, op.tables.block_ids + columns.sequence * op.tables.stride, kv_head, warp,
+                                 lane, shared);
   Tile tile(warp, lane, shared + Shared::kScratch);
   const auto start = [&](int chunk) {
     loader.start(chunk * kChunkTokens, min((chunk + 1) * kChunkTokens, seen_by_any));
@@ -161,7 +167,8 @@ __global__ void __launch_bounds__(Tile::kWarps* kWarpSize, Tile::kMinCtas) atten
 
   int chunks_done = 0;
   for (int chunk = blockIdx.y;;) {
-    // ---- this warp's tiles of the chunk ---------------------------------------------------------------------
+    // ---- this warp's tiles of the chunk
+    // ---------------------------------------------------------------------
     const int end = min((chunk + 1) * kChunkTokens, seen_by_any);
     tile.reset();
     loader.wait();  // K_0
@@ -247,7 +254,8 @@ __global__ void __launch_bounds__(Tile::kWarps* kWarpSize, Tile::kMinCtas) atten
   }
   if (!a.parallel || num_chunks == 1) return;
 
-  // ---- the last CTA of these rows folds the chunks ------------------------------------------------------------
+  // ---- the last CTA of these rows folds the chunks
+  // ------------------------------------------------------------
   int* last = reinterpret_cast<int*>(shared + Shared::kLast);
   __threadfence();  // partial states before the count
   __syncthreads();
@@ -257,9 +265,10 @@ __global__ void __launch_bounds__(Tile::kWarps* kWarpSize, Tile::kMinCtas) atten
   __threadfence();  // the count before the others' partial states
   for (int c = warp; c < columns.num_columns; c += kWarps) {
     const Row row = row_of(a, columns, kv_head, c);
-    store_result<T>(a, row,
-                    fold_chunks<Tile::kHeadDim>(a, int64_t(row.token) * op.num_q_heads + row.head, num_chunks, lane),
-                    lane);
+    store_result<T>(
+        a, row,
+        fold_chunks<Tile::kHeadDim>(a, int64_t(row.token) * op.num_q_heads + row.head, num_chunks, lane),
+        lane);
   }
 }
 

@@ -23,10 +23,10 @@ struct AttentionArgs {
   // Parallel: the chunks of a tile of rows are shared out to gridDim.y CTAs, and the last one to finish folds
   // the partial states. Otherwise one CTA walks all chunks and folds as it goes. The bits are the same.
   bool parallel;
-  int max_chunks;          // of any sequence; the extent of the arrays below
-  float* partial_out;      // [num_tokens, num_q_heads, max_chunks, value_head_dim] un-normalised
-  float2* partial_state;   // [num_tokens, num_q_heads, max_chunks] maximum (log2 units) and sum
-  int* finished;           // [gridDim.x] chunks done per tile of rows, zero at the start
+  int max_chunks;         // of any sequence; the extent of the arrays below
+  float* partial_out;     // [num_tokens, num_q_heads, max_chunks, value_head_dim] un-normalised
+  float2* partial_state;  // [num_tokens, num_q_heads, max_chunks] maximum (log2 units) and sum
+  int* finished;          // [gridDim.x] chunks done per tile of rows, zero at the start
 };
 
 }  // namespace paged_ops::kernels

@@ -1,7 +1,8 @@
 // The arithmetic of attention on a tile of 16 tokens by plain multiply-adds, for f32.
 //
 // The same interface and the same walk as attention_mma.cuh. For S, lane l has token l mod 16 and half of
-// the 8 columns; for O it has head_dim / 32 dims of every column. Probabilities change hands in shared memory.
+// the 8 columns; for O it has head_dim / 32 dims of every column. Probabilities change hands in shared
+// memory.
 #pragma once
 #include "kernels/column_map.cuh"
 #include "kernels/online_softmax.cuh"
@@ -32,11 +33,11 @@ class FmaTile {
   using Shape = FmaShape<kDim>;
   static constexpr int kHeadDim = kDim, kColumns = 8, kWarps = Shape::kWarps;
   static constexpr int kStages = Shape::kStages, kMinCtas = Shape::kMinCtas;
-  using Slot = SwizzledSlot<kDim * int(sizeof(float))>;
+  using Slot = SwizzledSlot<kDim* int(sizeof(float))>;
 
  private:
-  static constexpr int kMine = kColumns / 2;                // columns of a lane's scores
-  static constexpr int kVector = kDim == 64 ? 2 : 4;        // dims of O that lie together
+  static constexpr int kMine = kColumns / 2;          // columns of a lane's scores
+  static constexpr int kVector = kDim == 64 ? 2 : 4;  // dims of O that lie together
   static constexpr int kParts = kDim / (kWarpSize * kVector);
   static constexpr int kQueryNbytes = kColumns * kDim * int(sizeof(float));
   static constexpr int kProbabilityNbytes = kTileTokens * kColumns * int(sizeof(float));
@@ -56,9 +57,9 @@ class FmaTile {
     for (int c = 0; c < kColumns; c++) {
       const bool valid = c < tile.num_columns;
       const Row row = row_of(a, tile, kv_head, valid ? c : 0);
-      const float* q =
-          reinterpret_cast<const float*>(static_cast<const char*>(a.op.query) + row.token * a.op.query_stride_token +
-                                         row.head * a.op.query_stride_head);
+      const float* q = reinterpret_cast<const float*>(static_cast<const char*>(a.op.query) +
+                                                      row.token * a.op.query_stride_token +
+                                                      row.head * a.op.query_stride_head);
       for (int dim = threadIdx.x; dim < kDim; dim += kWarps * kWarpSize)
         query_[c * kDim + dim] = valid && dim < a.op.kv.key_head_dim ? q[dim] : 0.f;
     }
@@ -79,7 +80,8 @@ class FmaTile {
     const unsigned key = Slot::at(token_, 0);
 #pragma unroll 4
     for (int piece = 0; piece < Slot::kPieces; piece++) {
-      const float4 k = *reinterpret_cast<const float4*>(keys.bytes + (key ^ (piece & 7) << 4) + (piece >> 3) * 128);
+      const float4 k =
+          *reinterpret_cast<const float4*>(keys.bytes + (key ^ (piece & 7) << 4) + (piece >> 3) * 128);
 #pragma unroll
       for (int c = 0; c < kMine; c++) {
         const float4 q = *reinterpret_cast<const float4*>(query_ + (first_column_ + c) * kDim + piece * 4);
@@ -88,7 +90,8 @@ class FmaTile {
     }
   }
 
-  __device__ __forceinline__ void update_softmax(float scale_log2, bool masked, int first_token, const int* visible) {
+  __device__ __forceinline__ void update_softmax(float scale_log2, bool masked, int first_token,
+                                                 const int* visible) {
     float rescale[kMine];
     bool settled = true;
 #pragma unroll

@@ -38,9 +38,10 @@ class MmaTile {
   static constexpr int kHeadDim = kDim, kColumns = 8 * kColumnTiles, kWarps = 4;
   static constexpr int kStages = Shape::kStages, kMinCtas = Shape::kMinCtas;
   static constexpr int kScratchNbytes = 0;
-  using Slot = SwizzledSlot<kDim * int(sizeof(T))>;
+  using Slot = SwizzledSlot<kDim* int(sizeof(T))>;
 
-  // K's matrices are (rows 0-7 | 8-15) x (dims 0-7 | 8-15); V's the other way round, as its fragments are transposed.
+  // K's matrices are (rows 0-7 | 8-15) x (dims 0-7 | 8-15); V's the other way round, as its fragments are
+  // transposed.
   __device__ __forceinline__ MmaTile(int /*warp*/, int lane, unsigned char* /*scratch*/)
       : g_(lane >> 2),
         t_(lane & 3),
@@ -54,8 +55,9 @@ class MmaTile {
       const int column = n * 8 + g_;
       const bool valid = column < tile.num_columns;
       const Row row = row_of(a, tile, kv_head, valid ? column : 0);
-      const T* q = reinterpret_cast<const T*>(static_cast<const char*>(a.op.query) +
-                                              row.token * a.op.query_stride_token + row.head * a.op.query_stride_head);
+      const T* q =
+          reinterpret_cast<const T*>(static_cast<const char*>(a.op.query) +
+                                     row.token * a.op.query_stride_token + row.head * a.op.query_stride_head);
 #pragma unroll
       for (int k = 0; k < kDim / 16; k++)
 #pragma unroll
@@ -97,7 +99,8 @@ class MmaTile {
 
   // Scores to probabilities relative to the running maximum; O and l are brought to a new one.
   // `masked`: column c sees token r of the tile only if first_token + r < visible[c].
-  __device__ __forceinline__ void update_softmax(float scale_log2, bool masked, int first_token, const int* visible) {
+  __device__ __forceinline__ void update_softmax(float scale_log2, bool masked, int first_token,
+                                                 const int* visible) {
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++) {
       float x[4];  // tokens g (first two) and g + 8, columns 2t and 2t + 1
@@ -152,15 +155,17 @@ class MmaTile {
   }
 
   // The same for a tile with tokens that some columns see and others do not. A probability of 0 hides what
-  // is finite, but 0 times an infinity or NaN is NaN: where there is one, columns that see equally far are done
-  // together, with the rows that they do not see as zeros, and the other columns' results are dropped.
+  // is finite, but 0 times an infinity or NaN is NaN: where there is one, columns that see equally far are
+  // done together, with the rows that they do not see as zeros, and the other columns' results are dropped.
   __device__ __forceinline__ void accumulate_masked(SharedSlot values, int first_token, const int* visible) {
     if (all_finite(values)) return accumulate(values);
     for (int c = 0; c < kColumns;) {
       const int seen = visible[c];
       while (c < kColumns && visible[c] == seen) c++;
       const int rows = seen - first_token;
-      const auto keep = [&](int row) { return (row < rows ? 0x0000ffffu : 0u) | (row + 1 < rows ? 0xffff0000u : 0u); };
+      const auto keep = [&](int row) {
+        return (row < rows ? 0x0000ffffu : 0u) | (row + 1 < rows ? 0xffff0000u : 0u);
+      };
       const uint32_t keep_low = keep(2 * t_), keep_high = keep(8 + 2 * t_);
 #pragma unroll
       for (int d = 0; d < kDim / 16; d++) {

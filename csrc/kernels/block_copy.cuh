@@ -19,7 +19,8 @@ constexpr int kBlockCopyPackets = 4;  // in flight per thread
 template <class Packet>
 __global__ void __launch_bounds__(kBlockCopyThreads)
     block_copy_kernel(const CacheAddresses caches, const BlockCopyParams p) {
-  const int64_t source = p.block_pairs[2 * int64_t(blockIdx.x)], destination = p.block_pairs[2 * int64_t(blockIdx.x) + 1];
+  const int64_t source = p.block_pairs[2 * int64_t(blockIdx.x)],
+                destination = p.block_pairs[2 * int64_t(blockIdx.x) + 1];
   if (source < 0 || source >= p.num_blocks || destination < 0 || destination >= p.num_blocks) return;
   if (source == destination) return;
   const unsigned char* from = caches.cache[blockIdx.y] + source * p.block_stride;
@@ -30,8 +31,8 @@ __global__ void __launch_bounds__(kBlockCopyThreads)
   const auto offset = [&](int64_t i) {
     if (run_packets == num_packets) return i * int64_t(sizeof(Packet));  // a dense block
     const int64_t run = i / run_packets;
-    return run / p.block.num_runs[1] * p.block.run_stride[0] + run % p.block.num_runs[1] * p.block.run_stride[1] +
-           i % run_packets * int64_t(sizeof(Packet));
+    return run / p.block.num_runs[1] * p.block.run_stride[0] +
+           run % p.block.num_runs[1] * p.block.run_stride[1] + i % run_packets * int64_t(sizeof(Packet));
   };
   constexpr int64_t kSlice = kBlockCopyThreads * kBlockCopyPackets;
   for (int64_t first = blockIdx.z * kSlice + threadIdx.x; first < num_packets; first += gridDim.z * kSlice) {

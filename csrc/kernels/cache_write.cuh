@@ -21,12 +21,13 @@ __global__ void cache_write_kernel(const CacheWriteParams p) {
   }
   const bool is_key = threadIdx.z == 0;
   const CacheView& cache = is_key ? p.kv.key : p.kv.value;
-  const HeadRows to{static_cast<unsigned char*>(cache.data) + block * cache.stride_block + offset * cache.stride_token,
-                    cache.stride_head};
+  const HeadRows to{
+      static_cast<unsigned char*>(cache.data) + block * cache.stride_block + offset * cache.stride_token,
+      cache.stride_head};
   const auto* rows = static_cast<const unsigned char*>(is_key ? p.key : p.value);
-  const HeadRows from{const_cast<unsigned char*>(rows) +
-                          token * (is_key ? p.key_stride_token : p.value_stride_token),
-                      is_key ? p.key_stride_head : p.value_stride_head};
+  const HeadRows from{
+      const_cast<unsigned char*>(rows) + token * (is_key ? p.key_stride_token : p.value_stride_token),
+      is_key ? p.key_stride_head : p.value_stride_head};
   const int head_dim = is_key ? p.kv.key_head_dim : p.kv.value_head_dim;
   copy_heads<Packet>(to, from, p.kv.num_kv_heads, head_dim * itemsize(p.dtype));
 }

@@ -12,7 +12,8 @@ namespace paged_ops::kernels {
 // Tiles of a batch are numbered without a prefix sum: sequence s has the slots from
 // floor(cu_seqlens_q[s] * group / columns) + s on. That leaves room for its ceil(tokens * group / columns)
 // tiles, at the price of at most one idle slot per sequence, and increases strictly with s.
-PAGED_OPS_HOST_DEVICE inline int64_t first_slot(int64_t first_token, int64_t sequence, int group, int columns) {
+PAGED_OPS_HOST_DEVICE inline int64_t first_slot(int64_t first_token, int64_t sequence, int group,
+                                                int columns) {
   return first_token * group / columns + sequence;
 }
 

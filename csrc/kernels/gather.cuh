@@ -22,8 +22,7 @@ inline __global__ void __launch_bounds__(kScanThreads) cu_seqlens_kernel(const G
   int before = 0;  // the sum of all earlier rounds
   for (int first = 0; first < p.tables.num_seqs; first += kScanThreads) {
     const int sequence = first + int(threadIdx.x);
-    const int length =
-        sequence < p.tables.num_seqs ? clamped_length(p.tables, p.kv.block_size, sequence) : 0;
+    const int length = sequence < p.tables.num_seqs ? clamped_length(p.tables, p.kv.block_size, sequence) : 0;
     int sum = length;  // inclusive, within the warp
 #pragma unroll
     for (int o = 1; o < kWarpSize; o <<= 1) {

@@ -9,12 +9,16 @@ namespace paged_ops::kernels {
 using FirstBad = unsigned long long;
 constexpr FirstBad kNoneBad = ~0ull;
 
-__device__ __forceinline__ void report(FirstBad* first, int64_t position) { atomicMin(first, FirstBad(position)); }
+__device__ __forceinline__ void report(FirstBad* first, int64_t position) {
+  atomicMin(first, FirstBad(position));
+}
 
 // One thread per value, grid-stride: values[i] must lie in [low, high).
 template <class Int>
-__global__ void check_range_kernel(const Int* values, int64_t count, int64_t low, int64_t high, FirstBad* first) {
-  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < count; i += int64_t(gridDim.x) * blockDim.x)
+__global__ void check_range_kernel(const Int* values, int64_t count, int64_t low, int64_t high,
+                                   FirstBad* first) {
+  for (int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x; i < count;
+       i += int64_t(gridDim.x) * blockDim.x)
     if (values[i] < low || values[i] >= high) report(first, i);
 }
 

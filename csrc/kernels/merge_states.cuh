@@ -28,7 +28,8 @@ __global__ void __launch_bounds__(kMergeWarps* kWarpSize) merge_states_kernel(co
     };
     const auto* a = reinterpret_cast<const Packet*>(row(p.out_a, p.a_stride_token, p.a_stride_head));
     const auto* b = reinterpret_cast<const Packet*>(row(p.out_b, p.b_stride_token, p.b_stride_head));
-    auto* out = reinterpret_cast<Packet*>(const_cast<char*>(row(p.out, p.out_stride_token, p.out_stride_head)));
+    auto* out =
+        reinterpret_cast<Packet*>(const_cast<char*>(row(p.out, p.out_stride_token, p.out_stride_head)));
     for (int i = lane; i < p.head_dim / kWidth; i += kWarpSize) {
       const Packet from_a = a[i], from_b = b[i];
       Packet merged;

@@ -48,7 +48,8 @@ struct RowState {
     for (int i = 0; i < kParts; i++) o[i] = fold(o[i], added_o[i], by);
   }
 
-  // A sum of 0 means that no key had a score above -inf: output 0, LSE -inf. (A NaN is not 0 and goes through.)
+  // A sum of 0 means that no key had a score above -inf: output 0, LSE -inf. (A NaN is not 0 and goes
+  // through.)
   __device__ __forceinline__ float normaliser() const { return l == 0.f ? 0.f : 1.f / l; }
   __device__ __forceinline__ float natural_lse() const {
     constexpr float kLn2 = 0.693147180559945f;

@@ -6,8 +6,8 @@
 namespace paged_ops::kernels {
 
 // A slot holds kTileTokens rows of kRowNbytes, seen as pieces of 16 bytes. Piece p of row r lies at piece
-// p ^ (r mod 8) of its row (rows of 64 bytes: p ^ (r / 2 mod 4)): the 8 rows that an ldmatrix reads at one piece
-// number fall in 8 different 16-byte columns, i.e. in all 32 banks.
+// p ^ (r mod 8) of its row (rows of 64 bytes: p ^ (r / 2 mod 4)): the 8 rows that an ldmatrix reads at one
+// piece number fall in 8 different 16-byte columns, i.e. in all 32 banks.
 template <int kRowNbytes>
 struct SwizzledSlot {
   static constexpr int kPieces = kRowNbytes / 16;
@@ -41,7 +41,8 @@ struct SwizzledSlot {
     for (int row = 0; row < kTileTokens; row++)
       for (int piece = 0; piece < kPieces; piece++) {
         if (at(row, piece) != right(at(row, piece & 1), piece & ~1)) return false;
-        if (at(row, piece) != down(at(row % kStep, piece & 7), row / kStep * kStep) + (piece & ~7) * 16) return false;
+        if (at(row, piece) != down(at(row % kStep, piece & 7), row / kStep * kStep) + (piece & ~7) * 16)
+          return false;
       }
     return true;
   }

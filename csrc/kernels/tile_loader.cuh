@@ -1,8 +1,8 @@
 // Brings a warp's tiles of K and V from their blocks into the warp's own ring in shared memory.
 //
-// The ring has kStages slots for K and as many for V. A slot is refilled as soon as all lanes have read it, before
-// waiting for anything, so that while a warp waits all its slots are in flight, and while it computes all but one.
-// Commit groups in order: K0 V0 K1 V1 ...; each wait leaves the 2 * kStages - 1 youngest alone.
+// The ring has kStages slots for K and as many for V. A slot is refilled as soon as all lanes have read it,
+// before waiting for anything, so that while a warp waits all its slots are in flight, and while it computes
+// all but one. Commit groups in order: K0 V0 K1 V1 ...; each wait leaves the 2 * kStages - 1 youngest alone.
 #pragma once
 #include "kernels/attention_args.h"
 #include "kernels/page_walk.cuh"
@@ -24,12 +24,12 @@ struct SharedSlot {
 template <class Element, int kHeadDim, int kStages, int kWarps, RowCopy kCopy>
 class TileLoader {
  public:
-  using Slot = SwizzledSlot<kHeadDim * int(sizeof(Element))>;
+  using Slot = SwizzledSlot<kHeadDim* int(sizeof(Element))>;
   static constexpr int kRingNbytes = 2 * kStages * Slot::kNbytes;  // of one warp
 
   // `rings` has kWarps rings.
-  __device__ __forceinline__ TileLoader(const AttentionArgs& a, const int32_t* table, int kv_head, int warp, int lane,
-                                        unsigned char* rings)
+  __device__ __forceinline__ TileLoader(const AttentionArgs& a, const int32_t* table, int kv_head, int warp,
+                                        int lane, unsigned char* rings)
       : walk_(table, a.op.kv.block_size, kTileTokens * kWarps),
         ring_{ptx::opaque(ptx::smem_addr(rings + warp * kRingNbytes)), rings + warp * kRingNbytes},
         warp_(warp),
@@ -66,7 +66,9 @@ class TileLoader {
   }
 
   __device__ __forceinline__ int num_tiles() const { return num_tiles_; }
-  __device__ __forceinline__ int first_token(int tile) const { return first_token_ + tile * (kTileTokens * kWarps); }
+  __device__ __forceinline__ int first_token(int tile) const {
+    return first_token_ + tile * (kTileTokens * kWarps);
+  }
   __device__ __forceinline__ SharedSlot key_slot(int stage) const { return slot(stage); }
   __device__ __forceinline__ SharedSlot value_slot(int stage) const { return slot(kStages + stage); }
 
@@ -77,7 +79,8 @@ class TileLoader {
   }
   __device__ __forceinline__ void drain() const { ptx::cp_wait<0>(); }
 
-  // Moves on to the next tile's rows. Its block ids were read one tile ago, and those of the next one are now.
+  // Moves on to the next tile's rows. Its block ids were read one tile ago, and those of the next one are
+  // now.
   __device__ __forceinline__ void advance() {
     row_offset_ = locate(ahead_);
     ahead_ = walk_.step(end_);
@@ -90,7 +93,8 @@ class TileLoader {
   }
 
  private:
-  static constexpr int kLanesPerRow = Slot::kPieces < 8 ? Slot::kPieces : 8;  // a copy covers whole 128-byte lines
+  static constexpr int kLanesPerRow =
+      Slot::kPieces < 8 ? Slot::kPieces : 8;  // a copy covers whole 128-byte lines
   static constexpr int kRowsPerCopy = kWarpSize / kLanesPerRow;
   static constexpr int kElementsPerPiece = 16 / int(sizeof(Element));
 

@@ -12,7 +12,9 @@ constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // The index of this thread's warp. Taken through a shuffle, so that the compiler knows it to be uniform:
 // otherwise it guards every later shuffle against divergence.
-__device__ __forceinline__ int warp_index() { return __shfl_sync(kAllLanes, int(threadIdx.x) / kWarpSize, 0); }
+__device__ __forceinline__ int warp_index() {
+  return __shfl_sync(kAllLanes, int(threadIdx.x) / kWarpSize, 0);
+}
 
 // The largest i in [0, n) with key(i) <= x, for a key that never decreases and key(0) <= x. 32 probes at a
 // time: two rounds for a thousand sequences. All lanes of the warp call it with the same arguments.

@@ -35,8 +35,8 @@ void attention(const AttentionParams& p, const Context& context) {
     args.partial_out = reinterpret_cast<float*>(workspace + plan.out_offset);
     PAGED_OPS_CUDA_CHECK(cudaMemsetAsync(args.finished, 0, plan.finished_nbytes, stream));
   }
-  dispatch<float, f16, bf16>("query", p.dtype,
-                             [&](auto t) { launch_attention<typename decltype(t)::type>(plan, args, stream); });
+  dispatch<float, f16, bf16>(
+      "query", p.dtype, [&](auto t) { launch_attention<typename decltype(t)::type>(plan, args, stream); });
 }
 
 }  // namespace paged_ops::launch

@@ -14,14 +14,14 @@
 namespace paged_ops::launch {
 
 struct AttentionPlan {
-  int head_dim;       // the kernel's: 64, 128 or 256, the next one up
-  int column_tiles;   // of 8 columns per CTA
-  bool aligned;       // K and V rows can be copied 16 bytes at a time
-  bool parallel;      // chunks of the same rows on several CTAs
-  int capacity;       // tokens a row of the block table has room for
+  int head_dim;      // the kernel's: 64, 128 or 256, the next one up
+  int column_tiles;  // of 8 columns per CTA
+  bool aligned;      // K and V rows can be copied 16 bytes at a time
+  bool parallel;     // chunks of the same rows on several CTAs
+  int capacity;      // tokens a row of the block table has room for
   int max_chunks;
-  int64_t num_places; // (tile of rows, KV head): the grid's x
-  int splits;         // CTAs that share the chunks of a place: the grid's y
+  int64_t num_places;  // (tile of rows, KV head): the grid's x
+  int splits;          // CTAs that share the chunks of a place: the grid's y
 
   // The workspace: offsets in bytes, each a multiple of 256.
   size_t finished_nbytes;  // counters, first
@@ -38,8 +38,10 @@ constexpr size_t kMaxWorkspaceNbytes = size_t(1) << 30;
 constexpr int kMaxGridY = 65535;
 
 inline bool multiple_of_16(const CacheView& cache) {
-  return (reinterpret_cast<uintptr_t>(cache.data) | uint64_t(cache.stride_block) | uint64_t(cache.stride_token) |
-          uint64_t(cache.stride_head)) % 16 == 0;
+  return (reinterpret_cast<uintptr_t>(cache.data) | uint64_t(cache.stride_block) |
+          uint64_t(cache.stride_token) | uint64_t(cache.stride_head)) %
+             16 ==
+         0;
 }
 
 inline AttentionPlan plan_attention(const AttentionParams& op) {

@@ -4,7 +4,8 @@
 namespace paged_ops::launch {
 
 template <>
-void launch_attention<f16>(const AttentionPlan& plan, const kernels::AttentionArgs& args, cudaStream_t stream) {
+void launch_attention<f16>(const AttentionPlan& plan, const kernels::AttentionArgs& args,
+                           cudaStream_t stream) {
   launch_attention_mma<f16>(plan, args, stream);
 }
 

@@ -5,7 +5,8 @@
 namespace paged_ops::launch {
 
 template <>
-void launch_attention<float>(const AttentionPlan& plan, const kernels::AttentionArgs& args, cudaStream_t stream) {
+void launch_attention<float>(const AttentionPlan& plan, const kernels::AttentionArgs& args,
+                             cudaStream_t stream) {
   using kernels::FmaTile, kernels::RowCopy;
   dispatch_head_dim(plan.head_dim, [&](auto dim) {
     using Tile = FmaTile<decltype(dim)::value>;

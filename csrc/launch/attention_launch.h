@@ -10,7 +10,8 @@ template <class T>
 void launch_attention(const AttentionPlan& plan, const kernels::AttentionArgs& args, cudaStream_t stream);
 
 template <class Tile, kernels::RowCopy kCopy>
-void launch_attention_tile(const AttentionPlan& plan, const kernels::AttentionArgs& args, cudaStream_t stream) {
+void launch_attention_tile(const AttentionPlan& plan, const kernels::AttentionArgs& args,
+                           cudaStream_t stream) {
   simt::launch(kernels::attention_kernel<Tile, kCopy>, dim3(unsigned(plan.num_places), unsigned(plan.splits)),
                dim3(Tile::kWarps * kernels::kWarpSize),
                kernels::AttentionShared<Tile, kCopy>::nbytes(plan.parallel), stream, args);

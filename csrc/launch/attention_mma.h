@@ -6,7 +6,8 @@
 namespace paged_ops::launch {
 
 template <class T>
-void launch_attention_mma(const AttentionPlan& plan, const kernels::AttentionArgs& args, cudaStream_t stream) {
+void launch_attention_mma(const AttentionPlan& plan, const kernels::AttentionArgs& args,
+                          cudaStream_t stream) {
   using kernels::RowCopy;
   dispatch_head_dim(plan.head_dim, [&](auto dim) {
     constexpr int kHeadDim = decltype(dim)::value;

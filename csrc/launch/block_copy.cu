@@ -14,7 +14,8 @@ void block_copy(const BlockCopyParams& p, const Context& context) {
   if (p.num_pairs == 0 || p.num_caches == 0) return;
   const DeviceGuard guard(context.device);
   const auto stream = static_cast<cudaStream_t>(context.stream);
-  PAGED_OPS_REQUIRE(p.num_pairs <= INT32_MAX, "block_pairs: has ", p.num_pairs, " pairs, wanted at most ", INT32_MAX);
+  PAGED_OPS_REQUIRE(p.num_pairs <= INT32_MAX, "block_pairs: has ", p.num_pairs, " pairs, wanted at most ",
+                    INT32_MAX);
   if (context.check) check_block_pairs(p, stream);
 
   PacketWidth packet_width;
@@ -33,8 +34,8 @@ void block_copy(const BlockCopyParams& p, const Context& context) {
     for (int i = 0; i < count; i++) addresses.cache[i] = static_cast<unsigned char*>(p.caches[first + i]);
     dispatch_packet(width, [&](auto packet) {
       simt::launch(kernels::block_copy_kernel<typename decltype(packet)::type>,
-                   dim3(unsigned(p.num_pairs), unsigned(count), slices), kernels::kBlockCopyThreads, 0, stream, addresses,
-                   p);
+                   dim3(unsigned(p.num_pairs), unsigned(count), slices), kernels::kBlockCopyThreads, 0,
+                   stream, addresses, p);
     });
   }
 }

@@ -36,9 +36,9 @@ void block_swap(const BlockSwapParams& p, const Context& context) {
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const auto* source = static_cast<const unsigned char*>(p.source);
   auto* destination = static_cast<unsigned char*>(p.destination);
-  const cudaMemcpyKind kind = p.source_on_device
-                                  ? (p.destination_on_device ? cudaMemcpyDeviceToDevice : cudaMemcpyDeviceToHost)
-                                  : (p.destination_on_device ? cudaMemcpyHostToDevice : cudaMemcpyHostToHost);
+  const cudaMemcpyKind kind =
+      p.source_on_device ? (p.destination_on_device ? cudaMemcpyDeviceToDevice : cudaMemcpyDeviceToHost)
+                         : (p.destination_on_device ? cudaMemcpyHostToDevice : cudaMemcpyHostToHost);
   std::vector<void*> to;
   std::vector<const void*> from;
   std::vector<size_t> nbytes;
@@ -49,8 +49,8 @@ void block_swap(const BlockSwapParams& p, const Context& context) {
       nbytes.push_back(size_t(piece.width));
     } else {
       PAGED_OPS_CUDA_CHECK(cudaMemcpy2DAsync(destination + piece.destination, size_t(piece.destination_pitch),
-                                             source + piece.source, size_t(piece.source_pitch), size_t(piece.width),
-                                             size_t(piece.height), kind, stream));
+                                             source + piece.source, size_t(piece.source_pitch),
+                                             size_t(piece.width), size_t(piece.height), kind, stream));
     }
   }
   simt::memcpy_batch_async(to.data(), from.data(), nbytes.data(), to.size(), stream);

@@ -34,7 +34,8 @@ inline std::vector<CopyPiece> plan_block_swap(const BlockSwapParams& p) {
     int64_t width = p.source_block.run_nbytes;
     std::vector<Dim> dims;
     for (int i = 0; i < 2; i++)
-      dims.push_back({p.source_block.num_runs[i], p.source_block.run_stride[i], p.destination_block.run_stride[i]});
+      dims.push_back(
+          {p.source_block.num_runs[i], p.source_block.run_stride[i], p.destination_block.run_stride[i]});
     dims.push_back({together, p.source_block_stride, p.destination_block_stride});
     std::erase_if(dims, [](const Dim& dim) { return dim.count == 1; });
     const auto grows_run = [&](const Dim& dim) {
@@ -62,8 +63,8 @@ inline std::vector<CopyPiece> plan_block_swap(const BlockSwapParams& p) {
     for (int64_t i = 0; i < dims[0].count; i++)
       for (int64_t j = 0; j < dims[1].count; j++)
         for (int64_t k = 0; k < dims[2].count; k++)
-          pieces.push_back({source * p.source_block_stride + i * dims[0].source_stride + j * dims[1].source_stride +
-                                k * dims[2].source_stride,
+          pieces.push_back({source * p.source_block_stride + i * dims[0].source_stride +
+                                j * dims[1].source_stride + k * dims[2].source_stride,
                             destination * p.destination_block_stride + i * dims[0].destination_stride +
                                 j * dims[1].destination_stride + k * dims[2].destination_stride,
                             width, rows.count, rows.source_stride, rows.destination_stride});

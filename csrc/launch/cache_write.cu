@@ -16,7 +16,8 @@ void cache_write(const CacheWriteParams& p, const Context& context) {
   const auto stream = static_cast<cudaStream_t>(context.stream);
   if (context.check) check_slot_mapping(p, stream);
 
-  const int key_nbytes = p.kv.key_head_dim * itemsize(p.dtype), value_nbytes = p.kv.value_head_dim * itemsize(p.dtype);
+  const int key_nbytes = p.kv.key_head_dim * itemsize(p.dtype),
+            value_nbytes = p.kv.value_head_dim * itemsize(p.dtype);
   const int width = PacketWidth()
                         .cache(p.kv.key)
                         .cache(p.kv.value)
@@ -31,8 +32,8 @@ void cache_write(const CacheWriteParams& p, const Context& context) {
                         .get();
   const dim3 threads = head_threads(std::max(key_nbytes, value_nbytes) / width, p.kv.num_kv_heads);
   dispatch_packet(width, [&](auto packet) {
-    simt::launch(kernels::cache_write_kernel<typename decltype(packet)::type>, unsigned(p.num_tokens), threads, 0,
-                 stream, p);
+    simt::launch(kernels::cache_write_kernel<typename decltype(packet)::type>, unsigned(p.num_tokens),
+                 threads, 0, stream, p);
   });
 }
 

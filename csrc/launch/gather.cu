@@ -34,7 +34,8 @@ void gather(const GatherParams& p, const Context& context) {
                         .get();
   const dim3 threads = head_threads(std::max(key_nbytes, value_nbytes) / width, p.kv.num_kv_heads);
   dispatch_packet(width, [&](auto packet) {
-    simt::launch(kernels::gather_kernel<typename decltype(packet)::type>, unsigned(p.num_rows), threads, 0, stream, p);
+    simt::launch(kernels::gather_kernel<typename decltype(packet)::type>, unsigned(p.num_rows), threads, 0,
+                 stream, p);
   });
 }
 

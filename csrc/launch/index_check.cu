@@ -45,7 +45,9 @@ class Verdicts {
   FirstBad* first_ = nullptr;
 };
 
-unsigned ctas(int64_t count) { return unsigned(std::clamp<int64_t>((count + kThreads - 1) / kThreads, 1, 1024)); }
+unsigned ctas(int64_t count) {
+  return unsigned(std::clamp<int64_t>((count + kThreads - 1) / kThreads, 1, 1024));
+}
 
 }  // namespace
 
@@ -53,13 +55,13 @@ void check_block_tables(const BlockTables& tables, const PagedKV& kv, cudaStream
   if (tables.num_seqs == 0) return;
   const Verdicts verdicts(2, stream);
   const int64_t capacity = int64_t(tables.max_blocks_per_seq) * kv.block_size;
-  simt::launch(kernels::check_range_kernel<int32_t>, ctas(tables.num_seqs), kThreads, 0, stream, tables.seq_lens,
-               int64_t(tables.num_seqs), int64_t(0), capacity + 1, verdicts[0]);
-  simt::launch(kernels::check_block_ids_kernel, unsigned(tables.num_seqs), kThreads, 0, stream, tables, kv.block_size,
-               kv.num_blocks, verdicts[1]);
+  simt::launch(kernels::check_range_kernel<int32_t>, ctas(tables.num_seqs), kThreads, 0, stream,
+               tables.seq_lens, int64_t(tables.num_seqs), int64_t(0), capacity + 1, verdicts[0]);
+  simt::launch(kernels::check_block_ids_kernel, unsigned(tables.num_seqs), kThreads, 0, stream, tables,
+               kv.block_size, kv.num_blocks, verdicts[1]);
   if (const int64_t seq = verdicts.position(0); seq >= 0)
-    fail("seq_lens[", seq, "] = ", verdicts.read(tables.seq_lens + seq), ": wanted 0 <= length <= ", capacity, " (",
-         tables.max_blocks_per_seq, " blocks per sequence of ", kv.block_size, " tokens)");
+    fail("seq_lens[", seq, "] = ", verdicts.read(tables.seq_lens + seq), ": wanted 0 <= length <= ", capacity,
+         " (", tables.max_blocks_per_seq, " blocks per sequence of ", kv.block_size, " tokens)");
   if (const int64_t at = verdicts.position(1); at >= 0) {
     const int64_t seq = at / tables.max_blocks_per_seq, i = at % tables.max_blocks_per_seq;
     fail("block_tables[", seq, ", ", i, "] = ", verdicts.read(tables.block_ids + seq * tables.stride + i),
@@ -69,8 +71,8 @@ void check_block_tables(const BlockTables& tables, const PagedKV& kv, cudaStream
 
 void check_cu_seqlens_q(const int32_t* cu_seqlens_q, int num_seqs, int num_tokens, cudaStream_t stream) {
   const Verdicts verdicts(1, stream);
-  simt::launch(kernels::check_cu_seqlens_q_kernel, ctas(num_seqs + 1), kThreads, 0, stream, cu_seqlens_q, num_seqs,
-               num_tokens, verdicts[0]);
+  simt::launch(kernels::check_cu_seqlens_q_kernel, ctas(num_seqs + 1), kThreads, 0, stream, cu_seqlens_q,
+               num_seqs, num_tokens, verdicts[0]);
   const int64_t i = verdicts.position(0);
   if (i < 0) return;
   const int value = verdicts.read(cu_seqlens_q + i);
@@ -93,20 +95,21 @@ void check_slot_mapping(const CacheWriteParams& p, cudaStream_t stream) {
 
 void check_block_pairs(const BlockCopyParams& p, cudaStream_t stream) {
   const Verdicts verdicts(3, stream);
-  simt::launch(kernels::check_range_kernel<int64_t>, ctas(2 * p.num_pairs), kThreads, 0, stream, p.block_pairs,
-               2 * p.num_pairs, int64_t(0), p.num_blocks, verdicts[0]);
-  simt::launch(kernels::check_distinct_kernel, unsigned((p.num_pairs + kThreads - 1) / kThreads), kThreads, 0, stream,
-               p.block_pairs, p.num_pairs, verdicts[1], verdicts[2]);
+  simt::launch(kernels::check_range_kernel<int64_t>, ctas(2 * p.num_pairs), kThreads, 0, stream,
+               p.block_pairs, 2 * p.num_pairs, int64_t(0), p.num_blocks, verdicts[0]);
+  simt::launch(kernels::check_distinct_kernel, unsigned((p.num_pairs + kThreads - 1) / kThreads), kThreads, 0,
+               stream, p.block_pairs, p.num_pairs, verdicts[1], verdicts[2]);
   const auto block = [&](int64_t i) { return verdicts.read(p.block_pairs + i); };
   if (const int64_t i = verdicts.position(0); i >= 0)
-    fail("block_pairs[", i / 2, ", ", i % 2, "] = ", block(i), ": wanted 0 <= ", i % 2 ? "destination" : "source",
-         " block < ", p.num_blocks);
+    fail("block_pairs[", i / 2, ", ", i % 2, "] = ", block(i),
+         ": wanted 0 <= ", i % 2 ? "destination" : "source", " block < ", p.num_blocks);
   if (const int64_t i = verdicts.position(1); i >= 0)
     fail("block_pairs[", i, ", 1] = ", block(2 * i + 1),
          ": is the destination of an earlier pair too; wanted each destination once");
   if (const int64_t i = verdicts.position(2); i >= 0)
     fail("block_pairs[", i, ", 0] = ", block(2 * i),
-         ": is the destination of another pair; wanted no block both as source and as destination in one call");
+         ": is the destination of another pair; wanted no block both as source and as destination in one "
+         "call");
 }
 
 }  // namespace paged_ops::launch

@@ -15,8 +15,8 @@ void merge_states(const MergeStatesParams& p, const Context& context) {
   constexpr int kWidth = 4;
   PacketWidth bits;
   for (const void* tensor : {p.out_a, p.out_b, static_cast<const void*>(p.out)}) bits.address(tensor);
-  for (const int64_t stride : {p.a_stride_token, p.a_stride_head, p.b_stride_token, p.b_stride_head, p.out_stride_token,
-                               p.out_stride_head})
+  for (const int64_t stride : {p.a_stride_token, p.a_stride_head, p.b_stride_token, p.b_stride_head,
+                               p.out_stride_token, p.out_stride_head})
     bits.nbytes(stride);
   const bool wide = bits.divisible_by(kWidth * itemsize(p.dtype)) && p.head_dim % kWidth == 0;
   dispatch<float, f16, bf16>("out_a", p.dtype, [&](auto t) {
