@@ -152,7 +152,8 @@ def _framework_of(dtype: Any, device: Any, device_type: str) -> str:
 
 def _huge_page_buffer(nbytes: int) -> tuple[mmap.mmap, int]:
     """Zeroed memory and the offset in it of the first huge-page boundary. Freed with its last view."""
-    buffer = mmap.mmap(-1, nbytes + _HUGE_PAGE_NBYTES)
+    # Private, not Python's default: shared anonymous memory is shmem, which the kernel gives no huge pages.
+    buffer = mmap.mmap(-1, nbytes + _HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             buffer.madvise(mmap.MADV_HUGEPAGE)
