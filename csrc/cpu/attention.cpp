@@ -1,0 +1,184 @@
+// Paged attention: cuts a call into tasks, runs them on the pool, folds what was cut along the keys.
+#include <algorithm>
+#include <cstring>
+#include <vector>
+
+#include "cpu/index_check.h"
+#include "cpu/isa.h"
+#include "cpu/ops.h"
+#include "cpu/scratch.h"
+#include "cpu/thread_pool.h"
+
+namespace paged_ops::cpu {
+
+namespace {
+
+// Up to this many query tokens of a sequence are taken together with all KV heads, chunk by chunk, so
+// that each block is read once in one contiguous sweep (decode, verification). More make a prefill.
+constexpr int kSweepTokens = 8;
+// A prefill task takes so many rows (query tokens x group) of one KV head through all chunks.
+constexpr int kPrefillRows = 64;
+// A sweep's tile and the next one stay in a core's own cache.
+constexpr int64_t kSweepTileBytes = 512 << 10;
+// Enough tasks for each thread that the last ones to finish do not keep the others waiting for long.
+constexpr int kTasksPerThread = 4;
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+struct Sequence {
+  int32_t index, query_begin, query_end, seq_len;
+
+  Sequence(const AttentionParams& p, int32_t seq)
+      : index(seq),
+        query_begin(p.cu_seqlens_q ? p.cu_seqlens_q[seq] : seq),
+        query_end(p.cu_seqlens_q ? p.cu_seqlens_q[seq + 1] : seq + 1),
+        seq_len(p.tables.seq_lens[seq]) {}
+
+  int32_t num_tokens() const { return query_end - query_begin; }
+  int32_t position(int32_t query_row) const { return seq_len - query_end + query_row; }
+  int64_t num_chunks() const { return ceil_div(seq_len, kChunkTokens); }  // the last token sees all keys
+  bool sweeps() const { return num_tokens() <= kSweepTokens; }
+  bool folds() const { return sweeps() && num_chunks() > 1; }
+};
+
+// The tasks of one call. What there is depends on shapes and lengths; how it is cut into tasks also on
+// the number of threads, which no row's arithmetic notices.
+class Plan {
+ public:
+  Plan(const AttentionParams& p, int num_threads) : p_(p), group_(p.num_q_heads / p.kv.num_kv_heads) {
+    const int64_t token_nbytes =
+        int64_t(p.kv.key_head_dim + p.kv.value_head_dim) * p.kv.num_kv_heads * itemsize(p.kv.dtype);
+    int64_t num_sweeps = 0;
+    for (int32_t seq = 0; seq < p.tables.num_seqs; seq++) {
+      const Sequence s(p, seq);
+      if (s.num_tokens() == 0) continue;
+      if (s.sweeps()) num_sweeps += std::max<int64_t>(s.num_chunks(), 1);
+      if (s.folds()) states_floats_ += s.num_chunks() * chunk_floats(s);
+      // Four rows or so share a load; past them it is arithmetic that takes the time.
+      nbytes_ += s.seq_len * token_nbytes * (1 + s.num_tokens() * group_ / 4);
+    }
+    const int64_t for_threads =
+        num_threads > 1 ? ceil_div(kTasksPerThread * num_threads, std::max<int64_t>(num_sweeps, 1)) : 1;
+    const int64_t for_cache = ceil_div(token_nbytes * kTileTokens, kSweepTileBytes);
+    num_parts_ = int32_t(std::min<int64_t>(p.kv.num_kv_heads, std::max(for_threads, for_cache)));
+  }
+
+  int64_t states_floats() const { return states_floats_; }
+
+  // Keys and values that the tasks read, with an equivalent for their arithmetic.
+  int64_t nbytes() const { return nbytes_; }
+
+  // states: states_floats() of them.
+  void cut(float* states) {
+    for (int32_t seq = 0; seq < p_.tables.num_seqs; seq++) {
+      const Sequence s(p_, seq);
+      if (s.num_tokens() == 0) continue;
+      if (!s.sweeps()) {
+        add_prefill(s);
+      } else if (!s.folds()) {
+        add_sweep(s, kAllChunks, nullptr, tasks);
+      } else {
+        for (int32_t chunk = 0; chunk < s.num_chunks(); chunk++) add_sweep(s, chunk, states, tasks);
+        add_sweep(s, kAllChunks, states, folds);
+        states += s.num_chunks() * chunk_floats(s);
+      }
+    }
+  }
+
+  std::vector<AttentionTask> tasks;
+  std::vector<AttentionTask> folds;
+
+ private:
+  int64_t chunk_floats(const Sequence& s) const {
+    return int64_t(s.num_tokens()) * p_.num_q_heads * state_floats(p_.kv.value_head_dim);
+  }
+
+  AttentionTask task_of(const Sequence& s) const {
+    return {.seq = s.index,
+            .query_begin = s.query_begin,
+            .query_end = s.query_end,
+            .position = s.position(s.query_begin),
+            .head_begin = 0,
+            .head_end = p_.kv.num_kv_heads,
+            .chunk = kAllChunks,
+            .states = nullptr,
+            .chunk_floats = chunk_floats(s),
+            .seq_query_begin = s.query_begin};
+  }
+
+  void add_sweep(const Sequence& s, int32_t chunk, float* states, std::vector<AttentionTask>& list) const {
+    AttentionTask task = task_of(s);
+    task.chunk = chunk;
+    task.states = states;
+    for (int64_t part = 0; part < num_parts_; part++) {
+      task.head_begin = int32_t(p_.kv.num_kv_heads * part / num_parts_);
+      task.head_end = int32_t(p_.kv.num_kv_heads * (part + 1) / num_parts_);
+      list.push_back(task);
+    }
+  }
+
+  void add_prefill(const Sequence& s) {
+    AttentionTask task = task_of(s);
+    const int32_t at_once = int32_t(std::max<int64_t>(1, kPrefillRows / group_));
+    // Later tokens see more keys: with the long tasks first, the last to finish are short.
+    for (int32_t end = s.query_end; end > s.query_begin; end -= at_once) {
+      task.query_end = end;
+      task.query_begin = std::max(s.query_begin, end - at_once);
+      task.position = s.position(task.query_begin);
+      for (int32_t head = 0; head < p_.kv.num_kv_heads; head++) {
+        task.head_begin = head;
+        task.head_end = head + 1;
+        tasks.push_back(task);
+      }
+    }
+  }
+
+  const AttentionParams& p_;
+  const int64_t group_;
+  int64_t states_floats_ = 0;
+  int64_t nbytes_ = 0;
+  int32_t num_parts_ = 1;
+};
+
+// Rows of `query` that belong to no sequence see nothing.
+void clear_padding(const AttentionParams& p, int32_t first_token) {
+  for (int64_t token = first_token; token < p.num_tokens; token++)
+    for (int32_t head = 0; head < p.num_q_heads; head++) {
+      std::memset(static_cast<char*>(p.out) + token * p.out_stride_token + head * p.out_stride_head, 0,
+                  size_t(p.kv.value_head_dim) * itemsize(p.dtype));
+      if (p.lse) p.lse[token * p.num_q_heads + head] = -__builtin_inff();
+    }
+}
+
+}  // namespace
+
+// The most that any lengths can need: every token's sequence as long as the tables allow, and swept.
+size_t attention_workspace_nbytes(const AttentionParams& p) {
+  const int64_t max_chunks = ceil_div(int64_t(p.tables.max_blocks_per_seq) * p.kv.block_size, kChunkTokens);
+  if (max_chunks <= 1) return 0;
+  const int64_t swept = std::min<int64_t>(p.num_tokens, int64_t(p.tables.num_seqs) * kSweepTokens);
+  return size_t(swept * p.num_q_heads * max_chunks * state_floats(p.kv.value_head_dim)) * sizeof(float);
+}
+
+void attention(const AttentionParams& p, const Context&) {
+  check_block_tables(p.tables, p.kv);
+  if (p.cu_seqlens_q) check_cu_seqlens_q(p.cu_seqlens_q, p.tables.num_seqs, p.num_tokens);
+
+  const Kernels& kernels = cpu::kernels();
+  Plan plan(p, num_threads());
+  const size_t states_nbytes = size_t(plan.states_floats()) * sizeof(float);
+  const bool given = p.workspace && p.workspace_nbytes >= states_nbytes;
+  plan.cut(static_cast<float*>(given ? p.workspace : thread_scratch(ScratchUse::call, states_nbytes)));
+
+  clear_padding(p, p.cu_seqlens_q ? p.cu_seqlens_q[p.tables.num_seqs] : p.tables.num_seqs);
+  const int dtype = int(p.dtype);
+  const int used_threads = threads_for(plan.nbytes());
+  parallel_for(int64_t(plan.tasks.size()), used_threads, [&](int64_t i) {
+    const AttentionTask& task = plan.tasks[i];
+    kernels.attend[dtype](p, task, thread_scratch(ScratchUse::task, kernels.attend_scratch_nbytes(p, task)));
+  });
+  parallel_for(int64_t(plan.folds.size()), used_threads,
+               [&](int64_t i) { kernels.fold[dtype](p, plan.folds[i]); });
+}
+
+}  // namespace paged_ops::cpu

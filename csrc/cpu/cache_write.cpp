@@ -1,0 +1,68 @@
+// Writing new keys and values into their slots.
+#include <cstring>
+
+#include "cpu/index_check.h"
+#include "cpu/ops.h"
+#include "cpu/thread_pool.h"
+
+namespace paged_ops::cpu {
+
+namespace {
+
+// A token's rows for all heads, from `stride_head` bytes apart to those of the cache.
+struct TokenCopy {
+  const char* source;
+  int64_t source_stride_token, source_stride_head;
+  CacheView cache;
+  int32_t num_heads;
+  int64_t row_nbytes;
+
+  TokenCopy(const void* source, int64_t stride_token, int64_t stride_head, const CacheView& cache,
+            int32_t num_heads, int64_t row_nbytes)
+      : source(static_cast<const char*>(source)),
+        source_stride_token(stride_token),
+        source_stride_head(stride_head),
+        cache(cache),
+        num_heads(num_heads),
+        row_nbytes(row_nbytes) {
+    if (stride_head == row_nbytes && cache.stride_head == row_nbytes) {  // one run on both sides
+      this->row_nbytes *= num_heads;
+      this->num_heads = 1;
+    }
+  }
+
+  void operator()(int64_t token, int64_t block, int64_t in_block) const {
+    const char* from = source + token * source_stride_token;
+    char* to = static_cast<char*>(cache.data) + block * cache.stride_block + in_block * cache.stride_token;
+    for (int32_t head = 0; head < num_heads; head++)
+      std::memcpy(to + head * cache.stride_head, from + head * source_stride_head, size_t(row_nbytes));
+  }
+};
+
+}  // namespace
+
+void cache_write(const CacheWriteParams& p, const Context&) {
+  check_slot_mapping(p.slot_mapping, p.num_tokens, p.kv);
+  const int64_t key_nbytes = int64_t(p.kv.key_head_dim) * itemsize(p.kv.dtype);
+  const int64_t value_nbytes = int64_t(p.kv.value_head_dim) * itemsize(p.kv.dtype);
+  const TokenCopy key(p.key, p.key_stride_token, p.key_stride_head, p.kv.key, p.kv.num_kv_heads, key_nbytes);
+  const TokenCopy value(p.value, p.value_stride_token, p.value_stride_head, p.kv.value, p.kv.num_kv_heads,
+                        value_nbytes);
+
+  constexpr int64_t kTokensPerTask = 32;
+  const int64_t num_tasks = (p.num_tokens + kTokensPerTask - 1) / kTokensPerTask;
+  const int threads = threads_for(p.num_tokens * p.kv.num_kv_heads * (key_nbytes + value_nbytes));
+  parallel_for(num_tasks, threads, [&](int64_t task) {
+    const int64_t begin = task * kTokensPerTask;
+    const int64_t end = begin + kTokensPerTask < p.num_tokens ? begin + kTokensPerTask : p.num_tokens;
+    for (int64_t token = begin; token < end; token++) {
+      const int64_t slot = p.slot_mapping[token];
+      if (slot < 0) continue;
+      const int64_t block = slot / p.kv.block_size, in_block = slot % p.kv.block_size;
+      key(token, block, in_block);
+      value(token, block, in_block);
+    }
+  });
+}
+
+}  // namespace paged_ops::cpu

@@ -1,0 +1,50 @@
+// What a translation unit of one instruction set offers to the code that is compiled without any.
+#pragma once
+#include <cstddef>
+#include <cstdint>
+
+#include "params/attention.h"
+#include "params/merge_states.h"
+
+// Types and constants only: a function that two translation units with different instruction sets both
+// instantiated would be linked once, from either, and might then run where it cannot.
+namespace paged_ops::cpu {
+
+// Keys are cut by position: chunks are what tasks may share out, tiles what a kernel takes at a time.
+// A row's arithmetic depends on this grid and on its own length only.
+constexpr int kChunkTokens = 512;
+constexpr int kTileTokens = 64;
+
+// A chunk's state for one row: [max, sum, unused ..., value_head_dim sums in the kernel's own order].
+// The maximum is of base-2 logits; the sums are not normalised.
+constexpr int kStateHeader = 16;
+constexpr int kStateGrain = 32;  // the sums are padded to a multiple of the widest pair of vectors
+static constexpr int64_t state_floats(int value_head_dim) {
+  return kStateHeader + int64_t(value_head_dim + kStateGrain - 1) / kStateGrain * kStateGrain;
+}
+
+// Query tokens [query_begin, query_end) of a sequence with KV heads [head_begin, head_end).
+struct AttentionTask {
+  int32_t seq;
+  int32_t query_begin, query_end;  // rows of `query`
+  int32_t position;                // of query_begin in its sequence; may be negative
+  int32_t head_begin, head_end;
+  int32_t chunk;  // the only one to look at, or kAllChunks
+  float*
+      states;  // [num_chunks, seq_num_tokens, num_q_heads, state_floats]; null = all chunks, straight to out
+  int64_t chunk_floats;     // from a chunk's states to the next chunk's
+  int32_t seq_query_begin;  // the query row that states begin with
+};
+constexpr int32_t kAllChunks = -1;
+
+struct Kernels {
+  // Per DType f32, f16, bf16. `scratch` has attend_scratch_nbytes(...) bytes at a 64-byte boundary.
+  void (*attend[3])(const AttentionParams&, const AttentionTask&, void* scratch);
+  size_t (*attend_scratch_nbytes)(const AttentionParams&, const AttentionTask&);
+  // Folds the states of the task's rows in chunk order and writes out and lse. Overwrites the states.
+  void (*fold[3])(const AttentionParams&, const AttentionTask&);
+  // Tokens [token_begin, token_end).
+  void (*merge_states[3])(const MergeStatesParams&, int32_t token_begin, int32_t token_end);
+};
+
+}  // namespace paged_ops::cpu

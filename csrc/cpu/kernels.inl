@@ -1,0 +1,16 @@
+// All kernels of one instruction set, and the table that shows them to the rest.
+// Included inside the namespace of one instruction set, after its vector vocabulary.
+
+#include "cpu/attention_kernel.inl"
+#include "cpu/merge_kernel.inl"
+#include "cpu/page_walk.inl"
+#include "cpu/products.inl"
+#include "cpu/softmax.inl"
+
+extern const Kernels kernels;
+const Kernels kernels = {
+    {attend<float>, attend<f16>, attend<bf16>},
+    attend_scratch_nbytes,
+    {fold<float>, fold<f16>, fold<bf16>},
+    {merge_states<float>, merge_states<f16>, merge_states<bf16>},
+};

@@ -1,0 +1,135 @@
+// From token positions to addresses: the one place that reads a block table for attention, and the
+// prefetcher that runs one tile ahead of it. Included inside the namespace of one instruction set.
+
+// Addresses of a tile's tokens in the key and the value cache, those of KV head 0.
+struct TileRows {
+  const char* key[kTileTokens];
+  const char* value[kTileTokens];
+  int num_tokens;
+};
+
+// Asks for the cache lines of a tile in the order in which they lie in memory, a few at a time, so that
+// their way from memory is hidden behind the arithmetic on the tile before.
+class Prefetcher {
+ public:
+  void clear() {
+    num_pieces_ = piece_ = 0;
+    at_ = end_ = nullptr;
+  }
+
+  // `num_tokens` consecutive tokens of a block: rows of `row_nbytes` bytes for `num_heads` heads. Rows
+  // that touch are joined.
+  void add(const char* base, int64_t num_tokens, int64_t stride_token, int64_t num_heads, int64_t stride_head,
+           int64_t row_nbytes) {
+    Piece piece{base, num_tokens, stride_token, num_heads, stride_head, row_nbytes};
+    if (piece.stride_inner == piece.nbytes) {
+      piece.nbytes *= piece.num_inner;
+      piece.num_inner = 1;
+    }
+    if (piece.stride_outer == piece.nbytes) {
+      piece.nbytes *= piece.num_outer;
+      piece.num_outer = 1;
+    }
+    pieces_[num_pieces_++] = piece;
+    if (num_pieces_ == 1) enter();
+  }
+
+  // The next kNumBytes bytes.
+  template <int kNumBytes>
+  void step() {
+    if (at_ == end_) return;
+    for (int i = 0; i < kNumBytes; i += 64) __builtin_prefetch(at_ + i, 0, 2);  // into L2
+    at_ += kNumBytes;
+    if (at_ >= end_) next();
+  }
+
+  void drain() {
+    while (at_ != end_) step<256>();
+  }
+
+ private:
+  struct Piece {
+    const char* base;
+    int64_t num_outer, stride_outer;
+    int64_t num_inner, stride_inner;
+    int64_t nbytes;
+  };
+
+  void enter() {
+    outer_ = inner_ = 0;
+    at_ = pieces_[piece_].base;
+    end_ = at_ + pieces_[piece_].nbytes;
+  }
+
+  void next() {
+    const Piece& piece = pieces_[piece_];
+    if (++inner_ == piece.num_inner) {
+      inner_ = 0;
+      if (++outer_ == piece.num_outer) {
+        if (++piece_ == num_pieces_) {
+          at_ = end_;
+          return;
+        }
+        return enter();
+      }
+    }
+    at_ = piece.base + outer_ * piece.stride_outer + inner_ * piece.stride_inner;
+    end_ = at_ + piece.nbytes;
+  }
+
+  const char* at_;
+  const char* end_;
+  int64_t outer_, inner_;
+  int piece_, num_pieces_;
+  Piece pieces_[2 * kTileTokens];
+};
+
+struct PageWalk {
+  const PagedKV& kv;
+  const int32_t* block_ids;  // of one sequence
+  int32_t head_begin, head_end;
+
+  // Calls f(key address, value address, run) for each run of consecutive tokens in one block.
+  template <class F>
+  void for_each_run(int begin, int end, F&& f) const {
+    while (begin < end) {
+      const int32_t in_block = begin % kv.block_size;
+      const int32_t left = kv.block_size - in_block;
+      const int run = left < end - begin ? left : end - begin;
+      const int64_t block = block_ids[begin / kv.block_size];
+      f(static_cast<const char*>(kv.key.data) + block * kv.key.stride_block + in_block * kv.key.stride_token,
+        static_cast<const char*>(kv.value.data) + block * kv.value.stride_block +
+            in_block * kv.value.stride_token,
+        run);
+      begin += run;
+    }
+  }
+
+  void rows(int begin, int end, TileRows& out) const {
+    int n = 0;
+    for_each_run(begin, end, [&](const char* key, const char* value, int run) {
+      for (int i = 0; i < run; i++, n++) {
+        out.key[n] = key + i * kv.key.stride_token;
+        out.value[n] = value + i * kv.value.stride_token;
+      }
+    });
+    out.num_tokens = n;
+    // Products take kLanes tokens at a time: past the end they look at the last row again, and their
+    // results are not used.
+    for (; n % kLanes != 0; n++) {
+      out.key[n] = out.key[out.num_tokens - 1];
+      out.value[n] = out.value[out.num_tokens - 1];
+    }
+  }
+
+  void prefetch(int begin, int end, int element_nbytes, Prefetcher& out) const {
+    const int64_t num_heads = head_end - head_begin;
+    out.clear();
+    for_each_run(begin, end, [&](const char* key, const char* value, int run) {
+      out.add(key + head_begin * kv.key.stride_head, run, kv.key.stride_token, num_heads, kv.key.stride_head,
+              int64_t(kv.key_head_dim) * element_nbytes);
+      out.add(value + head_begin * kv.value.stride_head, run, kv.value.stride_token, num_heads,
+              kv.value.stride_head, int64_t(kv.value_head_dim) * element_nbytes);
+    });
+  }
+};

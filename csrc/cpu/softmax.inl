@@ -1,0 +1,72 @@
+// Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) and the fold of chunks' states.
+// Included inside the namespace of one instruction set, after its vector vocabulary.
+//
+// A row's state, laid out as kernels.h says: the greatest base-2 logit so far (-inf of none), the sum of
+// weights 2^(logit - greatest), and the sums of weighted values in pair order, not normalised.
+
+constexpr float kInfinity = __builtin_inff();
+constexpr float kLog2E = 1.44269504f;
+constexpr double kLn2 = 0.69314718055994531;
+
+// What logits are measured from. With nothing but -inf seen, anything finite gives weights of 0.
+inline float reference_of(float greatest) { return greatest == -kInfinity ? 0.0f : greatest; }
+
+inline float exp2_of(float x) { return first(exp2(broadcast(x))); }
+
+inline void clear_state(float* state, int64_t num_floats) {
+  for (int64_t i = 0; i < num_floats; i += kLanes) store(state + i, zero());
+  state[0] = -kInfinity;
+}
+
+// Turns a row's scores on a tile into weights and takes them into the state's maximum and sum. Returns
+// the factor that puts the weighted values so far on the new maximum's scale.
+inline float take_scores(float* scores, int num_tokens, float scale, float* state) {
+  Vec greatest = broadcast(-kInfinity);
+  for (int t = 0; t < num_tokens; t += kLanes) {
+    const Vec logits = keep_first(mul(load(scores + t), broadcast(scale)), num_tokens - t, -kInfinity);
+    store(scores + t, logits);
+    greatest = max(greatest, logits);
+  }
+  const float here = max(greatest), before = state[0];
+  const float now = here > before ? here : before;
+  const float reference = reference_of(now);
+  Vec total = zero();
+  for (int t = 0; t < num_tokens; t += kLanes) {
+    const Vec weights = exp2(sub(load(scores + t), broadcast(reference)));
+    store(scores + t, weights);
+    total = add(total, weights);
+  }
+  const float decay = exp2_of(before - reference);
+  state[0] = now;
+  state[1] = state[1] * decay + sum(total);
+  return decay;
+}
+
+// Folds the state of a later chunk into that of the chunks before it.
+inline void fold_state(float* state, const float* later, int64_t num_floats) {
+  const float now = later[0] > state[0] ? later[0] : state[0];
+  const float reference = reference_of(now);
+  const float a = exp2_of(state[0] - reference), b = exp2_of(later[0] - reference);
+  state[0] = now;
+  state[1] = state[1] * a + later[1] * b;
+  for (int64_t i = kStateHeader; i < num_floats; i += kLanes)
+    store(state + i, fma(load(state + i), broadcast(a), mul(load(later + i), broadcast(b))));
+}
+
+// Normalises a state into a row of the result.
+template <class T>
+void finish_row(const float* state, int dim, T* out, float* lse) {
+  const float total = state[1];
+  const bool empty = total == 0.0f;
+  const Vec factor = broadcast(1.0f / total);
+  for (int i = 0; i < dim; i += 2 * kLanes) {
+    const float* x = state + kStateHeader + i;
+    const Pair y = empty ? Pair{zero(), zero()} : Pair{mul(load(x), factor), mul(load(x + kLanes), factor)};
+    if (dim - i < 2 * kLanes) {
+      store_pair(out + i, y, dim - i);
+    } else {
+      store_pair(out + i, y);
+    }
+  }
+  if (lse) *lse = empty ? -kInfinity : float(double(state[0]) * kLn2 + __builtin_log(double(total)));
+}

@@ -1,0 +1,241 @@
+// The thread pool: workers spin a moment for the next job, then sleep on a futex.
+#include "cpu/thread_pool.h"
+
+#include <atomic>
+#include <cerrno>
+#include <chrono>
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <mutex>
+#include <system_error>
+#include <thread>
+#include <vector>
+
+#if defined(__linux__)
+#include <sched.h>
+#endif
+#if defined(__unix__) || defined(__APPLE__)
+#include <pthread.h>
+#endif
+
+#include "core/check.h"
+
+namespace paged_ops::cpu {
+
+namespace {
+
+// Long enough to meet the next op of a layer, short enough not to take the CPU from whoever runs between.
+constexpr auto kSpin = std::chrono::microseconds(15);
+// Below this a job ends before a sleeping worker has opened its eyes.
+constexpr int64_t kMinBytesPerThread = 128 << 10;
+
+thread_local bool inside_task = false;
+
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Waits until `word` is no longer `old`: spinning first, then asleep.
+void wait_while_equal(const std::atomic<uint32_t>& word, uint32_t old) {
+  const auto deadline = std::chrono::steady_clock::now() + kSpin;
+  do {
+    for (int i = 0; i < 16; i++) {
+      if (word.load(std::memory_order_acquire) != old) return;
+      pause();
+    }
+  } while (std::chrono::steady_clock::now() < deadline);
+  word.wait(old, std::memory_order_acquire);
+}
+
+struct Job {
+  const int64_t num_tasks;
+  void (*const task)(void*, int64_t);
+  void* const context;
+  std::atomic<int> seats;  // for workers; what exceeds max_threads finds none
+  std::atomic<int64_t> next{0};
+  std::atomic<bool> failed{false};
+  std::exception_ptr error{};
+
+  void work() {
+    inside_task = true;
+    int64_t index;
+    while (!failed.load(std::memory_order_relaxed) &&
+           (index = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks) {
+      try {
+        task(context, index);
+      } catch (...) {
+        if (!failed.exchange(true)) error = std::current_exception();
+      }
+    }
+    inside_task = false;
+  }
+};
+
+class Pool {
+ public:
+  explicit Pool(int num_workers) {
+    for (int i = 0; i < num_workers; i++) {
+      try {
+        workers_.emplace_back([this] { serve(); });
+      } catch (const std::system_error&) {
+        break;  // no more threads to be had: the ones there are do the work
+      }
+    }
+  }
+
+  ~Pool() {
+    stop_.store(true, std::memory_order_relaxed);
+    epoch_.fetch_add(1, std::memory_order_release);
+    epoch_.notify_all();
+    for (std::thread& worker : workers_) worker.join();
+  }
+
+  // One caller at a time.
+  void run(Job& job) {
+    const int num_seats = job.seats.load(std::memory_order_relaxed);
+    job_ = &job;
+    gate_.store(kOpen, std::memory_order_release);
+    epoch_.fetch_add(1, std::memory_order_release);
+    if (num_seats < int(workers_.size())) {
+      for (int i = 0; i < num_seats; i++) epoch_.notify_one();
+    } else {
+      epoch_.notify_all();
+    }
+    job.work();
+    // Whoever has not come in by now need not: only those inside are waited for.
+    uint32_t inside = gate_.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
+    while (inside != 0) {
+      wait_while_equal(gate_, inside);
+      inside = gate_.load(std::memory_order_acquire);
+    }
+  }
+
+ private:
+  void serve() {
+    uint32_t seen = 0;
+    for (;;) {
+      wait_while_equal(epoch_, seen);
+      seen = epoch_.load(std::memory_order_acquire);
+      if (stop_.load(std::memory_order_relaxed)) return;
+      uint32_t gate = gate_.load(std::memory_order_relaxed);
+      while ((gate & kOpen) && !gate_.compare_exchange_weak(gate, gate + 1, std::memory_order_acq_rel)) {
+      }
+      if (!(gate & kOpen)) continue;
+      if (job_->seats.fetch_sub(1, std::memory_order_relaxed) > 0) job_->work();
+      gate_.fetch_sub(1, std::memory_order_acq_rel);
+      gate_.notify_one();
+    }
+  }
+
+  static constexpr uint32_t kOpen = 1u << 31;
+
+  alignas(64) std::atomic<uint32_t> epoch_{0};  // counts jobs; what idle workers wait on
+  alignas(64) std::atomic<uint32_t> gate_{0};   // kOpen while a job may be joined, plus the workers inside
+  Job* job_ = nullptr;                          // valid while the gate is open or somebody is inside
+  std::atomic<bool> stop_{false};
+  std::vector<std::thread> workers_;
+};
+
+int default_num_threads() {
+  if (const char* text = std::getenv("PAGED_OPS_NUM_THREADS"); text && *text) {
+    char* end = nullptr;
+    errno = 0;
+    const long value = std::strtol(text, &end, 10);
+    PAGED_OPS_REQUIRE(*end == '\0' && errno == 0 && value >= 1 && value <= 4096,
+                      "PAGED_OPS_NUM_THREADS: is \"", text, "\", wanted a number from 1 to 4096");
+    return int(value);
+  }
+#if defined(__linux__)
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) == 0) return CPU_COUNT(&allowed);
+#endif
+  const unsigned count = std::thread::hardware_concurrency();
+  return count ? int(count) : 1;
+}
+
+// All that fork() must not carry over: the child gets a new one (and leaks the old, whose threads it has
+// not).
+struct State {
+  std::mutex mutex;  // held by whoever runs a job or changes the pool
+  std::unique_ptr<Pool> pool;
+  int pool_threads = 0;
+};
+
+std::atomic<int> configured_threads{0};  // 0 = not asked yet
+std::atomic<State*> current_state{nullptr};
+
+// Never destroyed: at exit the workers must not find their pool gone.
+State& state() {
+  State* found = current_state.load(std::memory_order_acquire);
+  if (found) return *found;
+  static std::once_flag fork_handler;
+  std::call_once(fork_handler, [] {
+#if defined(__unix__) || defined(__APPLE__)
+    pthread_atfork(nullptr, nullptr, [] {
+      inside_task = false;
+      current_state.store(new State, std::memory_order_release);
+    });
+#endif
+  });
+  auto* fresh = new State;
+  if (current_state.compare_exchange_strong(found, fresh, std::memory_order_acq_rel)) return *fresh;
+  delete fresh;
+  return *found;
+}
+
+void run_alone(int64_t num_tasks, void (*task)(void*, int64_t), void* context) {
+  for (int64_t i = 0; i < num_tasks; i++) task(context, i);
+}
+
+}  // namespace
+
+int num_threads() {
+  int count = configured_threads.load(std::memory_order_relaxed);
+  if (count == 0) {
+    const int wanted = default_num_threads();
+    if (configured_threads.compare_exchange_strong(count, wanted)) count = wanted;
+  }
+  return count;
+}
+
+void set_num_threads(int num_threads) {
+  PAGED_OPS_REQUIRE(num_threads >= 1 && num_threads <= 4096, "num_threads: is ", num_threads,
+                    ", wanted a number from 1 to 4096");
+  PAGED_OPS_REQUIRE(!inside_task, "num_threads: cannot be changed from inside a parallel task");
+  State& s = state();
+  const std::lock_guard lock(s.mutex);
+  configured_threads.store(num_threads, std::memory_order_relaxed);
+  if (s.pool_threads != num_threads) s.pool.reset();  // started again by the next job
+}
+
+int threads_for(int64_t nbytes) {
+  const int64_t worth = nbytes / kMinBytesPerThread + 1;
+  const int available = num_threads();
+  return worth < available ? int(worth) : available;
+}
+
+void run_tasks(int64_t num_tasks, int max_threads, void (*task)(void*, int64_t), void* context) {
+  int threads = max_threads < num_tasks ? max_threads : int(num_tasks);
+  if (threads <= 1 || inside_task) return run_alone(num_tasks, task, context);
+  State& s = state();
+  std::unique_lock lock(s.mutex, std::try_to_lock);
+  if (!lock) return run_alone(num_tasks, task, context);
+  const int pool_threads = num_threads();
+  if (pool_threads <= 1) {
+    lock.unlock();
+    return run_alone(num_tasks, task, context);
+  }
+  if (!s.pool) {
+    s.pool = std::make_unique<Pool>(pool_threads - 1);
+    s.pool_threads = pool_threads;
+  }
+  if (threads > pool_threads) threads = pool_threads;
+  Job job{num_tasks, task, context, threads - 1};
+  s.pool->run(job);
+  if (job.error) std::rethrow_exception(job.error);
+}
+
+}  // namespace paged_ops::cpu

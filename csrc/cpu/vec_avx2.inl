@@ -1,0 +1,98 @@
+// The vector vocabulary in AVX2, FMA and F16C. vec_scalar.inl says what each word means.
+
+constexpr int kLanes = 8;
+constexpr int kAccumulators = 8;
+
+using Vec = __m256;
+
+struct Pair {
+  Vec a, b;
+};
+
+inline Vec zero() { return _mm256_setzero_ps(); }
+inline Vec broadcast(float x) { return _mm256_set1_ps(x); }
+inline Vec load(const float* x) { return _mm256_loadu_ps(x); }
+inline void store(float* x, Vec y) { _mm256_storeu_ps(x, y); }
+inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
+inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline float first(Vec x) { return _mm256_cvtss_f32(x); }
+inline float sum(Vec x) {
+  __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_add_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_add_ss(y, _mm_movehdup_ps(y)));
+}
+inline float max(Vec x) {
+  __m128 y = _mm_max_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
+  y = _mm_max_ps(y, _mm_movehl_ps(y, y));
+  return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
+}
+
+inline Vec keep_first(Vec x, int n, float other) {
+  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
+  return _mm256_blendv_ps(broadcast(other), x,
+                          _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lane)));
+}
+
+inline Vec exp2(Vec x) {
+  const Vec shifted = add(x, broadcast(kExp2Shift));
+  const Vec f = sub(x, sub(shifted, broadcast(kExp2Shift)));
+  Vec y = broadcast(kExp2[6]);
+#pragma GCC unroll 6
+  for (int i = 5; i >= 0; i--) y = fma(y, f, broadcast(kExp2[i]));
+  const __m256i scaled =
+      _mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(_mm256_castps_si256(shifted), 23));
+  return _mm256_and_ps(_mm256_cmp_ps(x, broadcast(-126.0f), _CMP_NLT_UQ), _mm256_castsi256_ps(scaled));
+}
+
+inline Vec reduce(const Vec (&x)[kLanes]) {
+  const Vec low = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
+  const Vec high = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
+  return add(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+}
+
+// f32 and f16 pairs keep the elements' order.
+inline Pair load_pair(const float* x) { return {load(x), load(x + 8)}; }
+inline Pair load_pair(const float* x, int) { return {load(x), zero()}; }
+inline void store_pair(float* x, Pair y) {
+  store(x, y.a);
+  store(x + 8, y.b);
+}
+inline void store_pair(float* x, Pair y, int) { store(x, y.a); }
+
+inline __m128i load8(const void* x) { return _mm_loadu_si128(static_cast<const __m128i*>(x)); }
+inline void store8(void* x, __m128i y) { _mm_storeu_si128(static_cast<__m128i*>(x), y); }
+
+inline Pair load_pair(const f16* x) { return {_mm256_cvtph_ps(load8(x)), _mm256_cvtph_ps(load8(x + 8))}; }
+inline Pair load_pair(const f16* x, int) { return {_mm256_cvtph_ps(load8(x)), zero()}; }
+inline void store_pair(f16* x, Pair y, int) { store8(x, _mm256_cvtps_ph(y.a, _MM_FROUND_TO_NEAREST_INT)); }
+inline void store_pair(f16* x, Pair y) {
+  store_pair(x, y, 8);
+  store8(x + 8, _mm256_cvtps_ph(y.b, _MM_FROUND_TO_NEAREST_INT));
+}
+
+// A bf16 pair holds the even elements in `a` and the odd ones in `b`: each is one instruction away from
+// 32-bit words of two elements.
+inline Pair split_bf16(__m256i x) {
+  return {_mm256_castsi256_ps(_mm256_slli_epi32(x, 16)),
+          _mm256_castsi256_ps(_mm256_and_si256(x, _mm256_set1_epi32(int(0xffff0000))))};
+}
+// To the nearest bf16 (ties to even, NaN quiet), in the upper half of each 32-bit word; the lower is waste.
+inline __m256i round_bf16(Vec x) {
+  const __m256i bits = _mm256_castps_si256(x);
+  const __m256i odd = _mm256_and_si256(_mm256_srli_epi32(bits, 16), _mm256_set1_epi32(1));
+  const __m256i rounded = _mm256_add_epi32(bits, _mm256_add_epi32(odd, _mm256_set1_epi32(0x7fff)));
+  const __m256i quiet = _mm256_or_si256(bits, _mm256_set1_epi32(0x400000));
+  return _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_UNORD_Q)));
+}
+inline __m256i join_bf16(Pair x) {
+  return _mm256_blend_epi16(_mm256_srli_epi32(round_bf16(x.a), 16), round_bf16(x.b), 0xaa);
+}
+inline Pair load_pair(const bf16* x) {
+  return split_bf16(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(x)));
+}
+inline Pair load_pair(const bf16* x, int) { return split_bf16(_mm256_zextsi128_si256(load8(x))); }
+inline void store_pair(bf16* x, Pair y) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), join_bf16(y)); }
+inline void store_pair(bf16* x, Pair y, int) { store8(x, _mm256_castsi256_si128(join_bf16(y))); }

@@ -1,0 +1,123 @@
+// The vector vocabulary in AVX-512 (F, BW, DQ, VL). vec_scalar.inl says what each word means.
+
+constexpr int kLanes = 16;
+constexpr int kAccumulators = 16;
+
+using Vec = __m512;
+
+struct Pair {
+  Vec a, b;
+};
+
+inline Vec zero() { return _mm512_setzero_ps(); }
+inline Vec broadcast(float x) { return _mm512_set1_ps(x); }
+inline Vec load(const float* x) { return _mm512_loadu_ps(x); }
+inline void store(float* x, Vec y) { _mm512_storeu_ps(x, y); }
+inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
+inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
+inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
+inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
+inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline float first(Vec x) { return _mm512_cvtss_f32(x); }
+inline float sum(Vec x) {
+  const __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+  z = _mm_add_ps(z, _mm_movehl_ps(z, z));
+  return _mm_cvtss_f32(_mm_add_ss(z, _mm_movehdup_ps(z)));
+}
+inline float max(Vec x) {
+  const __m256 y = _mm256_max_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+  __m128 z = _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+  z = _mm_max_ps(z, _mm_movehl_ps(z, z));
+  return _mm_cvtss_f32(_mm_max_ss(z, _mm_movehdup_ps(z)));
+}
+
+inline __mmask32 first_lanes(int n) { return n >= 32 ? ~0u : (1u << n) - 1; }
+
+inline Vec keep_first(Vec x, int n, float other) {
+  return _mm512_mask_mov_ps(broadcast(other), __mmask16(first_lanes(n)), x);
+}
+
+inline Vec exp2(Vec x) {
+  const Vec shifted = add(x, broadcast(kExp2Shift));
+  const Vec f = sub(x, sub(shifted, broadcast(kExp2Shift)));
+  Vec y = broadcast(kExp2[6]);
+#pragma GCC unroll 6
+  for (int i = 5; i >= 0; i--) y = fma(y, f, broadcast(kExp2[i]));
+  const __mmask16 normal = _mm512_cmp_ps_mask(x, broadcast(-126.0f), _CMP_NLT_UQ);
+  return _mm512_castsi512_ps(_mm512_maskz_add_epi32(normal, _mm512_castps_si512(y),
+                                                    _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
+}
+
+// Transposes and adds by halves: 16 sums of 16 lanes for 15 additions and 32 shuffles.
+inline Vec reduce(const Vec (&x)[kLanes]) {
+  Vec u[4];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    const auto fold = [](Vec p, Vec q) {  // the upper 256 bits onto the lower, p's result beside q's
+      return add(_mm512_shuffle_f32x4(p, q, 0x44), _mm512_shuffle_f32x4(p, q, 0xee));
+    };
+    const Vec p = fold(x[i], x[i + 8]), q = fold(x[i + 4], x[i + 12]);
+    u[i] = add(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xdd));
+  }
+  const Vec p = add(_mm512_unpacklo_ps(u[0], u[1]), _mm512_unpackhi_ps(u[0], u[1]));
+  const Vec q = add(_mm512_unpacklo_ps(u[2], u[3]), _mm512_unpackhi_ps(u[2], u[3]));
+  const Vec sums = add(_mm512_shuffle_ps(p, q, 0x44), _mm512_shuffle_ps(p, q, 0xee));
+  return _mm512_shuffle_f32x4(sums, sums, 0xd8);  // quarters were x[0..], x[8..], x[4..], x[12..]
+}
+
+// f32 and f16 pairs keep the elements' order.
+inline Pair load_pair(const float* x) { return {load(x), load(x + 16)}; }
+inline Pair load_pair(const float* x, int n) {
+  const __mmask32 m = first_lanes(n);
+  return {_mm512_maskz_loadu_ps(__mmask16(m), x), _mm512_maskz_loadu_ps(__mmask16(m >> 16), x + 16)};
+}
+inline void store_pair(float* x, Pair y) {
+  store(x, y.a);
+  store(x + 16, y.b);
+}
+inline void store_pair(float* x, Pair y, int n) {
+  const __mmask32 m = first_lanes(n);
+  _mm512_mask_storeu_ps(x, __mmask16(m), y.a);
+  _mm512_mask_storeu_ps(x + 16, __mmask16(m >> 16), y.b);
+}
+
+inline __m512i load32(const void* x) { return _mm512_loadu_si512(x); }
+inline __m512i load32(const void* x, int n) { return _mm512_maskz_loadu_epi16(first_lanes(n), x); }
+
+inline Pair widen_f16(__m512i x) {
+  return {_mm512_cvtph_ps(_mm512_castsi512_si256(x)), _mm512_cvtph_ps(_mm512_extracti64x4_epi64(x, 1))};
+}
+inline __m512i narrow_f16(Pair x) {
+  return _mm512_inserti64x4(_mm512_castsi256_si512(_mm512_cvtps_ph(x.a, _MM_FROUND_TO_NEAREST_INT)),
+                            _mm512_cvtps_ph(x.b, _MM_FROUND_TO_NEAREST_INT), 1);
+}
+inline Pair load_pair(const f16* x) {
+  const auto* halves = reinterpret_cast<const __m256i*>(x);
+  return {_mm512_cvtph_ps(_mm256_loadu_si256(halves)), _mm512_cvtph_ps(_mm256_loadu_si256(halves + 1))};
+}
+inline Pair load_pair(const f16* x, int n) { return widen_f16(load32(x, n)); }
+inline void store_pair(f16* x, Pair y) { _mm512_storeu_si512(x, narrow_f16(y)); }
+inline void store_pair(f16* x, Pair y, int n) { _mm512_mask_storeu_epi16(x, first_lanes(n), narrow_f16(y)); }
+
+// A bf16 pair holds the even elements in `a` and the odd ones in `b`: each is one instruction away from
+// 32-bit words of two elements.
+inline Pair split_bf16(__m512i x) {
+  return {_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)),
+          _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int(0xffff0000))))};
+}
+// To the nearest bf16 (ties to even, NaN quiet), in the upper half of each 32-bit word; the lower is waste.
+inline __m512i round_bf16(Vec x) {
+  const __m512i bits = _mm512_castps_si512(x);
+  const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+  const __m512i rounded = _mm512_add_epi32(bits, _mm512_add_epi32(odd, _mm512_set1_epi32(0x7fff)));
+  return _mm512_mask_or_epi32(rounded, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), bits,
+                              _mm512_set1_epi32(0x400000));
+}
+inline __m512i join_bf16(Pair x) {
+  return _mm512_mask_mov_epi16(_mm512_srli_epi32(round_bf16(x.a), 16), 0xaaaaaaaa, round_bf16(x.b));
+}
+inline Pair load_pair(const bf16* x) { return split_bf16(load32(x)); }
+inline Pair load_pair(const bf16* x, int n) { return split_bf16(load32(x, n)); }
+inline void store_pair(bf16* x, Pair y) { _mm512_storeu_si512(x, join_bf16(y)); }
+inline void store_pair(bf16* x, Pair y, int n) { _mm512_mask_storeu_epi16(x, first_lanes(n), join_bf16(y)); }
