@@ -1,18 +1,18 @@
-"""Draws the next token of each row: greedy, or from a truncated distribution with random numbers keyed by place.
+"""Draws each row's next token: greedy, or from a truncated distribution with random numbers keyed by place.
 
 The distribution that a row is drawn from, in float64:
 
 1. p = softmax(logits / temperature).
-2. Order tokens by (p descending, id ascending). This order decides every tie.
+2. Order tokens by (logit descending, id ascending). This order decides every tie.
 3. top_k: the first k tokens.
 4. top_p: of those, renormalised, the shortest beginning whose mass reaches top_p; at least one token.
    (Holtzman et al., The Curious Case of Neural Text Degeneration, arXiv:1904.09751.)
 5. min_p: of those, the tokens with p of at least min_p times the largest p.
 6. The rest, renormalised, laid end to end by id; the token is the one that the number u in [0, 1) falls on.
 
-u comes from a counter-based generator (Philox; Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3, SC'11)
-keyed by (seed, sample index) and counted by position. So a token depends on its own row and key alone, never on
-the other rows of a batch, on how often something was sampled before, or on preemption.
+u comes from a counter-based generator (Philox; Salmon et al., Parallel Random Numbers: As Easy as 1, 2, 3,
+SC'11) keyed by (seed, sample index) and counted by position. So a token depends on its own row and key alone,
+never on the other rows of a batch, on how often something was sampled before, or on preemption.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Floats = npt.NDArray[np.float64]
 
 
 class SampleKey(NamedTuple):
-    """What a token's random number hangs on: the request's seed, which of its samples, the token's position."""
+    """What a token's random number hangs on: the request's seed, which of its samples, and the position."""
 
     seed: int
     sample_index: int
@@ -101,20 +101,18 @@ def _rows(logits: Any) -> npt.NDArray[np.float32]:
 def _draw(row: npt.NDArray[np.float32], params: SamplingParams, u: float) -> int:
     ids, weights = _candidates(row, params)
     ends = np.cumsum(weights)
-    # Side "right" passes over tokens of weight 0. Rounding can bring u * total up to the total itself: then the
-    # last token of any weight is meant.
+    # Side "right" passes over tokens of weight 0. Rounding can bring u * total up to the total itself: then
+    # the last token of any weight is meant.
     index = int(np.searchsorted(ends, u * ends[-1], side="right"))
-    return int(ids[min(index, np.flatnonzero(weights)[-1])])
+    return int(ids[index if index < len(ids) else np.flatnonzero(weights)[-1]])
 
 
 def _candidates(row: npt.NDArray[np.float32], params: SamplingParams) -> tuple[npt.NDArray[np.int64], Floats]:
     """Ids ascending, and the weights of the tokens that are left: probabilities up to a common factor."""
-    scores = row.astype(np.float64) / params.temperature
-    weights = np.exp(scores - scores.max())
-    ids = np.arange(len(weights))
-    if 0 < params.top_k < len(weights):
-        ids = _largest(weights, params.top_k)
-        weights = weights[ids]
+    ids = _largest(row, params.top_k) if 0 < params.top_k < len(row) else np.arange(len(row))
+    scores = row[ids].astype(np.float64)
+    # Subtracted first, so that no temperature can overflow it.
+    weights = np.exp((scores - scores.max()) / params.temperature)
     if params.top_p < 1:
         kept = _nucleus(weights, params.top_p)
         ids, weights = ids[kept], weights[kept]
@@ -124,19 +122,19 @@ def _candidates(row: npt.NDArray[np.float32], params: SamplingParams) -> tuple[n
     return ids, weights
 
 
-def _largest(weights: Floats, k: int) -> npt.NDArray[np.int64]:
+def _largest(row: npt.NDArray[np.float32], k: int) -> npt.NDArray[np.int64]:
     """Indices, ascending, of the k largest; among equals the lower indices."""
-    threshold = np.partition(weights, len(weights) - k)[len(weights) - k]
-    above = np.flatnonzero(weights > threshold)
-    level = np.flatnonzero(weights == threshold)[: k - len(above)]
+    threshold = np.partition(row, len(row) - k)[len(row) - k]
+    above = np.flatnonzero(row > threshold)
+    level = np.flatnonzero(row == threshold)[: k - len(above)]
     return np.sort(np.concatenate([above, level]))
 
 
 def _nucleus(weights: Floats, top_p: float) -> npt.NDArray[np.int64]:
     """Indices, ascending, of the shortest beginning of the order whose mass reaches top_p of the whole."""
     total = weights.sum()
-    # Sorting a whole vocabulary is what costs. All tokens below this bound together lack the mass beyond top_p, so
-    # the beginning ends before them (halved, to stay clear of rounding).
+    # Sorting a whole vocabulary is what costs. The tokens below this bound have less mass together than what
+    # lies beyond top_p, so the beginning ends before them; half of the bound keeps clear of rounding.
     likely = np.flatnonzero(weights >= 0.5 * (1 - top_p) * total / len(weights))
     order = likely[np.argsort(-weights[likely], kind="stable")]
     count = int(np.searchsorted(np.cumsum(weights[order]), top_p * total, side="left")) + 1
