@@ -12,6 +12,7 @@ import zlib
 from collections import Counter
 from collections.abc import Callable
 
+from reference_engine.accounting import usage
 from reference_engine.prefix_index import Entry, sha256
 from reference_engine.request import FinishReason, Request, RequestRefused, Sequence, State
 from reference_engine.sampling_params import SamplingParams
@@ -161,6 +162,7 @@ class Simulation:
             if update.finish_reason is not None:
                 self.outcomes[key] = (sequence.output, update.finish_reason)
         self._check_forks(plan)
+        self._check_accounting()
         self.check()
 
     def drain(self) -> None:
@@ -334,6 +336,19 @@ class Simulation:
             "a draw in mid-prompt, or none at its end",
         )
 
+    def _check_accounting(self) -> None:
+        size, running = self.config.block_size, self.scheduler.running
+        slots = [slot for s in running for slot in s.table.slots(0, s.num_computed).tolist()]
+        blocks = [block for s in running for block in s.table.ids.tolist()]
+        now = usage(self.scheduler)
+        expect(
+            now.filled_slots == len(set(slots)),
+            f"accounting: {now.filled_slots} slots, not {len(set(slots))}",
+        )
+        expect(now.token_states == len(slots), "accounting has other token states")
+        expect(now.used_slots == len(set(blocks)) * size, "accounting has other blocks in use")
+        expect(now.saved_blocks == len(blocks) - len(set(blocks)), "accounting has other blocks shared")
+
     def _check_forks(self, plan: StepPlan) -> None:
         for span in plan.spans:
             if len(span.samples) > 1:
@@ -373,8 +388,8 @@ class Simulation:
         expect(set(free).isdisjoint(held), "a block is free and in use")
         expect(set(free) | set(held) == set(blocks), "a block is neither free nor in use")
 
-        seen: set[int] = set()
         size = self.config.block_size
+        seen: set[int] = set()
         for entry in scheduler.index.entries():
             expect(
                 entry.block not in seen and scheduler.index.holds(entry.block), "the index is not one to one"

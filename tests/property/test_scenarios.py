@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 from scheduler_shadow import run_scenario
 
-NUM_BATCHES, BATCH = 16, 250
+NUM_BATCHES, BATCH = 12, 250
 
 
 @pytest.mark.parametrize("batch", range(NUM_BATCHES))
