@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,23 @@ def test_pool_outlives_its_maker() -> None:
     for pool in others:
         pool.tensor[...] = 1
     assert (key == 0).all()
+
+
+def test_pool_gets_huge_pages() -> None:
+    """Where the kernel gives them to who asks; touched memory must then be in huge pages."""
+    setting = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+    if not setting.exists() or "[never]" in setting.read_text():
+        pytest.skip("no transparent huge pages here")
+    before = _anonymous_huge_kilobytes()
+    pool = paged_ops.allocate_kv_pool(64, 16, 8, 8, 128, dtype="float32", framework="numpy")  # 64 MiB
+    pool.tensor[...] = 1
+    gained = _anonymous_huge_kilobytes() - before
+    assert gained * 1024 > pool.nbytes // 2, f"{gained} kB of {pool.nbytes >> 10} kB"
+
+
+def _anonymous_huge_kilobytes() -> int:
+    lines = Path("/proc/self/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("AnonHugePages"))
 
 
 @pytest.mark.parametrize("layout", ["NHD", "HND"])

@@ -1,0 +1,251 @@
+"""The ops as torch sees them: torch.library registration, torch.compile, gradients, views, devices."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paged_ops
+from paged_ops.testing import arrays
+from paged_ops.testing.backends import Target
+from paged_ops.testing.cases import Case, Inputs, build
+from paged_ops.testing.checks import block_pairs, expected, merge_states, rows_to_write
+
+torch = pytest.importorskip("torch")
+
+CASE = Case((20, 0, 300), dtype="bfloat16", num_q_heads=6)
+VARLEN = Case((20, 9, 300), (3, 0, 20), dtype="float16", num_q_heads=6)
+
+
+def put(array: Any, target: Target) -> Any:
+    return arrays.to_torch(array, target.device)
+
+
+def tensors_of(case: Case, target: Target) -> Inputs:
+    return build(case).map(lambda array: put(array, target))
+
+
+def attention_arguments(case: Case, target: Target) -> tuple[Any, ...]:
+    x = tensors_of(case, target)
+    out = torch.empty((*x.query.shape[:2], case.dim_value), dtype=x.query.dtype, device=x.query.device)
+    lse = torch.empty(x.query.shape[:2], dtype=torch.float32, device=x.query.device)
+    causal, scale = case.causal, case.scale
+    first = x.query, x.key_cache, x.value_cache, x.block_tables, x.seq_lens, x.cu_seqlens_q
+    return *first, scale, causal, out, lse, None, None
+
+
+def registered_calls(target: Target) -> dict[str, tuple[Any, ...]]:
+    """Arguments for every op registered with torch.library, by name."""
+    x = tensors_of(CASE, target)
+    key, value, slots = (put(array, target) for array in rows_to_write(CASE))
+    states = [put(array, target) for array in merge_states(7, 3, 40, "float16")]
+    caches = x.key_cache, x.value_cache
+    tables = x.block_tables, x.seq_lens
+    pairs = put(block_pairs(len(x.key_cache)), target)
+    rows = [torch.empty(320, 2, 64, dtype=torch.bfloat16, device=target.device) for _ in range(2)]
+    swap_pairs = torch.tensor([[0, 1], [2, 0]])
+    return {
+        "attention": attention_arguments(CASE, target),
+        "merge_attention_states": (*states, torch.empty_like(states[0]), torch.empty_like(states[1])),
+        "write_kv_cache": (key, value, *caches, slots, None),
+        "copy_blocks": (list(caches), pairs, None),
+        "swap_blocks": (x.key_cache, x.value_cache, swap_pairs),
+        "gather_kv_cache": (*caches, *tables, 320, None),
+        "gather_kv_cache_out": (*caches, *tables, *rows, None),
+    }
+
+
+def test_every_registered_op_is_tested() -> None:
+    names = {name for name in dir(torch.ops.paged_ops) if not name.startswith("_")} - {"name"}
+    assert names <= set(registered_calls(Target("cpu"))), names
+
+
+@pytest.mark.parametrize("name", list(registered_calls(Target("cpu"))))
+def test_opcheck(target: Target, name: str) -> None:
+    with target.use():
+        torch.library.opcheck(getattr(torch.ops.paged_ops, name), registered_calls(target)[name])
+
+
+def test_opcheck_of_varlen(target: Target) -> None:
+    with target.use():
+        torch.library.opcheck(torch.ops.paged_ops.attention, attention_arguments(VARLEN, target))
+
+
+def test_opcheck_of_a_gather_of_unknown_size(target: Target) -> None:
+    arguments = list(registered_calls(target)["gather_kv_cache"])
+    arguments[4] = None
+    with target.use():
+        torch.library.opcheck(torch.ops.paged_ops.gather_kv_cache, tuple(arguments))
+
+
+@pytest.mark.parametrize("case", [CASE, VARLEN], ids=["decode", "varlen"])
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_attention_in_a_full_graph(target: Target, case: Case, dynamic: bool) -> None:
+    """Traced without a break, with torch ops around it, with the eager call's bits."""
+    x = tensors_of(case, target)
+
+    def layer(inputs: Inputs) -> Any:
+        out, lse = inputs.map(lambda t: t).attention(paged_ops)
+        return out + 1, lse * 2
+
+    def traced(query: Any, key_cache: Any, value_cache: Any, tables: Any, lens: Any, cu: Any) -> Any:
+        if cu is None:
+            out, lse = paged_ops.paged_attention_decode(
+                query, key_cache, value_cache, tables, lens, return_lse=True
+            )
+        else:
+            out, lse = paged_ops.paged_attention(
+                query, key_cache, value_cache, tables, lens, cu, return_lse=True
+            )
+        return out + 1, lse * 2
+
+    with target.use():
+        compiled = torch.compile(traced, fullgraph=True, dynamic=dynamic, backend="aot_eager")
+        arguments = x.query, x.key_cache, x.value_cache, x.block_tables, x.seq_lens, x.cu_seqlens_q
+        for wanted, actual in zip(layer(x), compiled(*arguments), strict=True):
+            assert arrays.same_bits(wanted, actual)
+
+
+def test_a_step_of_a_model_in_a_full_graph(target: Target) -> None:
+    """Write, attend into a given tensor, merge, gather, copy: mutations keep their order."""
+
+    def step(x: dict[str, Any]) -> Any:
+        paged_ops.write_kv_cache(x["key"], x["value"], x["key_cache"], x["value_cache"], x["slots"])
+        paged_ops.copy_blocks([x["key_cache"], x["value_cache"]], x["pairs"])
+        tensors = x["query"], x["key_cache"], x["value_cache"], x["tables"], x["lens"]
+        out, lse = paged_ops.paged_attention_decode(*tensors, out=x["out"], return_lse=True)
+        out, lse = paged_ops.merge_attention_states(out, lse, out, lse)
+        rows = paged_ops.gather_kv_cache(*tensors[1:], num_tokens=8)
+        paged_ops.swap_blocks(x["key_cache"], x["value_cache"], x["swap_pairs"])
+        return out * 2, lse, rows[0] + rows[1]
+
+    def arguments() -> dict[str, Any]:
+        rng = np.random.default_rng(0)
+        tensor = lambda *shape: rng.standard_normal(shape).astype(np.float32)  # noqa: E731
+        x = {
+            "key": tensor(2, 1, 8),
+            "value": tensor(2, 1, 8),
+            "key_cache": tensor(6, 4, 1, 8),
+            "value_cache": tensor(6, 4, 1, 8),
+            "slots": np.array([3, 4], np.int64),
+            "pairs": np.array([[1, 2]], np.int64),
+            "query": tensor(2, 2, 8),
+            "tables": np.array([[0, 2], [3, 9]], np.int32),
+            "lens": np.array([6, 1], np.int32),
+            "out": tensor(2, 2, 8),
+        }
+        return {k: put(v, target) for k, v in x.items()} | {"swap_pairs": torch.tensor([[0, 5]])}
+
+    with target.use():
+        eager, traced = arguments(), arguments()
+        wanted = step(eager)
+        actual = torch.compile(step, fullgraph=True, backend="aot_eager")(traced)
+        for a, b in zip(wanted, actual, strict=True):
+            assert arrays.same_bits(a, b)
+        for name in eager:
+            assert arrays.same_bits(eager[name], traced[name]), name
+
+
+@pytest.mark.slow
+def test_inductor(target: Target) -> None:
+    x = tensors_of(CASE, target)
+    arguments = x.query, x.key_cache, x.value_cache, x.block_tables, x.seq_lens
+
+    def layer(*tensors: Any) -> Any:
+        return torch.relu(paged_ops.paged_attention_decode(*tensors)).sum(0)
+
+    with target.use():
+        wanted = layer(*arguments)
+        actual = torch.compile(layer, fullgraph=True)(*arguments)
+        torch.testing.assert_close(wanted, actual)
+
+
+# --- what torch tensors can be besides memory --------------------------------------------------------------
+
+
+def test_gradients_are_refused(target: Target) -> None:
+    """Silently dropping out of the graph would be a wrong gradient."""
+    x = tensors_of(Case((3,), num_q_heads=2), target)
+    arguments = [x.query, x.key_cache, x.value_cache]
+    for i, name in enumerate(("query", "key_cache", "value_cache")):
+        tensors = list(arguments)
+        tensors[i] = tensors[i].clone().requires_grad_()
+        with target.use():
+            with pytest.raises(ValueError, match=f"^{name}: requires a gradient"):
+                paged_ops.paged_attention_decode(*tensors, x.block_tables, x.seq_lens)
+            with torch.no_grad():
+                paged_ops.paged_attention_decode(*tensors, x.block_tables, x.seq_lens)
+            with torch.inference_mode():
+                paged_ops.paged_attention_decode(*tensors, x.block_tables, x.seq_lens)
+
+
+def test_parameters_are_tensors(target: Target) -> None:
+    x = tensors_of(Case((3,), num_q_heads=2), target)
+    query = torch.nn.Parameter(x.query, requires_grad=False)
+    with target.use():
+        wanted = paged_ops.paged_attention_decode(
+            x.query, x.key_cache, x.value_cache, x.block_tables, x.seq_lens
+        )
+        actual = paged_ops.paged_attention_decode(
+            query, x.key_cache, x.value_cache, x.block_tables, x.seq_lens
+        )
+    assert arrays.same_bits(wanted, actual)
+
+
+def test_lazily_negated_views_are_refused(target: Target) -> None:
+    x = tensors_of(Case((3,), num_q_heads=2), target)
+    negated = torch._neg_view(x.query)
+    with target.use(), pytest.raises((ValueError, BufferError), match="neg"):
+        paged_ops.paged_attention_decode(negated, x.key_cache, x.value_cache, x.block_tables, x.seq_lens)
+
+
+def test_mixed_kinds(target: Target) -> None:
+    """Tables from numpy beside tensors from torch: the output is of the query's kind."""
+    if target.device != "cpu":
+        pytest.skip("numpy is on the CPU")
+    inputs = build(CASE)
+    tensors = inputs.map(arrays.to_torch)
+    with target.use():
+        out = paged_ops.paged_attention_decode(
+            tensors.query, inputs.key_cache, inputs.value_cache, inputs.block_tables, tensors.seq_lens
+        )
+        assert isinstance(out, torch.Tensor)
+        expected(CASE).check(out)
+        out = paged_ops.paged_attention_decode(
+            inputs.query, tensors.key_cache, tensors.value_cache, tensors.block_tables, inputs.seq_lens
+        )
+        assert isinstance(out, np.ndarray)
+        expected(CASE).check(out)
+
+
+def test_a_type_with_a_dlpack_capsule_only(target: Target) -> None:
+    """What torch before 2.10, cupy and JAX offer."""
+
+    class Capsule:
+        def __init__(self, tensor: Any) -> None:
+            self.tensor = tensor
+
+        def __dlpack__(self, **options: Any) -> Any:
+            return self.tensor.__dlpack__(**options)
+
+        def __dlpack_device__(self) -> Any:
+            return self.tensor.__dlpack_device__()
+
+    x = tensors_of(CASE, target)
+    tensors = [Capsule(t) for t in (x.query, x.key_cache, x.value_cache, x.block_tables, x.seq_lens)]
+    out = torch.empty_like(x.query)
+    with target.use():
+        paged_ops.paged_attention_decode(*tensors, out=Capsule(out))
+        expected(CASE).check(out)
+        with pytest.raises(ValueError, match="^out: "):
+            paged_ops.paged_attention_decode(*tensors)  # nobody knows how to make one
+
+
+def test_registration_in_either_order_of_imports() -> None:
+    for imports in ("import torch, paged_ops", "import paged_ops, torch"):
+        code = f"{imports}; torch.ops.paged_ops.attention.default"
+        subprocess.run([sys.executable, "-c", code], check=True)
