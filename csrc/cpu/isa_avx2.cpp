@@ -8,8 +8,10 @@
 #include "cpu/kernels.h"
 
 namespace paged_ops::cpu::avx2 {
+// clang-format off: each needs those before it
 #include "cpu/exp2_constants.inl"
-#include "cpu/kernels.inl"
 #include "cpu/vec_avx2.inl"
+#include "cpu/kernels.inl"
+// clang-format on
 }  // namespace paged_ops::cpu::avx2
 #endif

@@ -10,8 +10,10 @@
 #include "cpu/kernels.h"
 
 namespace paged_ops::cpu::avx512 {
+// clang-format off: each needs those before it
 #include "cpu/exp2_constants.inl"
-#include "cpu/kernels.inl"
 #include "cpu/vec_avx512.inl"
+#include "cpu/kernels.inl"
+// clang-format on
 }  // namespace paged_ops::cpu::avx512
 #endif

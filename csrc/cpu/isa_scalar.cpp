@@ -5,7 +5,9 @@
 #include "cpu/kernels.h"
 
 namespace paged_ops::cpu::scalar {
+// clang-format off: each needs those before it
 #include "cpu/exp2_constants.inl"
-#include "cpu/kernels.inl"
 #include "cpu/vec_scalar.inl"
+#include "cpu/kernels.inl"
+// clang-format on
 }  // namespace paged_ops::cpu::scalar

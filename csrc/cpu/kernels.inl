@@ -1,11 +1,13 @@
 // All kernels of one instruction set, and the table that shows them to the rest.
 // Included inside the namespace of one instruction set, after its vector vocabulary.
 
-#include "cpu/attention_kernel.inl"
-#include "cpu/merge_kernel.inl"
+// clang-format off: each needs those before it
 #include "cpu/page_walk.inl"
 #include "cpu/products.inl"
 #include "cpu/softmax.inl"
+#include "cpu/attention_kernel.inl"
+#include "cpu/merge_kernel.inl"
+// clang-format on
 
 extern const Kernels kernels;
 const Kernels kernels = {
