@@ -73,7 +73,7 @@ uint64_t mix(uint64_t x) {
 
 }  // namespace
 
-bool Site::operator==(const Site& other) const {
+bool Site::same_text(const Site& other) const {
   return std::strcmp(op, other.op) == 0 && where.line() == other.where.line() &&
          where.column() == other.where.column() &&
          std::strcmp(where.file_name(), other.where.file_name()) == 0;
@@ -97,9 +97,9 @@ void CopyQueue::land(Copy& copy) {
     std::memset(copy.destination, 0, 16);
 }
 
-void CopyQueue::issue(Block& block, void* destination, const void* source) {
+void CopyQueue::issue(Block& block, void* destination, const void* source, const Site& site) {
   mark_write(destination, 16);  // the bytes may arrive at any time from now on
-  Copy copy{destination, source, num_groups_, false};
+  Copy copy{destination, source, num_groups_, false, site};
   bool at_once = false;
   {
     Quiet quiet;
@@ -174,11 +174,10 @@ void SharedMemory::reset(size_t dynamic_nbytes, bool poison) {
   variables_.clear();
 }
 
-void* SharedMemory::variable(const void* key, size_t nbytes, size_t alignment) {
+void* SharedMemory::variable(const void* key, size_t nbytes, size_t alignment, const Site& site) {
   Quiet quiet;
   for (const Variable& variable : variables_)
     if (variable.key == key) return variable.address;
-  const Site site{"SIMT_SHARED", {}};
   static_nbytes_ = round_up(static_nbytes_, alignment) + nbytes;
   if (static_nbytes_ > kMaxStaticSharedNbytes)
     fault(concat(static_nbytes_, " bytes of static shared memory, at most ", kMaxStaticSharedNbytes), site);
@@ -265,8 +264,8 @@ SIMT_UNSEEN void Block::thread_main() {
     (*block.thread_body_)();
     publish(&launch_tokens[kDoneToken * 8]);  // before what follows the launch, not before other blocks
     Quiet quiet;
-    if (!self.copies.empty())
-      fault("a thread returns with asynchronous copies still in flight", {"cp.async", {}});
+    if (const Site* site = self.copies.in_flight())
+      fault("a thread returns with this copy still in flight", *site);
     Warp& warp = *block.warps_[self.warp];
     for (const Rendezvous& meeting : warp.meetings)
       if (meeting.arrived && meeting.mask >> self.lane & 1)
@@ -319,14 +318,8 @@ SIMT_UNSEEN Rendezvous& Block::rendezvous(Fiber& self, uint32_t mask, const Site
         concat("mask ", hex(mask), " names lanes that have returned or never were: ", hex(mask & ~warp.live)),
         site);
   Rendezvous* mine = nullptr;
-  for (Rendezvous& other : warp.meetings) {
-    if (other.mask == mask)
-      mine = &other;
-    else if (other.arrived && other.mask & mask)
-      fault(concat("mask ", hex(mask), " overlaps mask ", hex(other.mask), " in which lanes wait in ",
-                   describe(other.site)),
-            site);
-  }
+  for (Rendezvous& place : warp.meetings)
+    if (place.mask == mask) mine = &place;
   if (!mine) {
     mine = &warp.meetings.emplace_back();
     mine->mask = mask;

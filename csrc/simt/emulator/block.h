@@ -28,10 +28,19 @@ constexpr size_t kSharedAlignment = 128;
 
 // A call of a synchronising function: which one, and where in the kernel's source.
 struct Site {
+  Site() = default;
+  Site(const char* op, const std::source_location& where) : op(op), where(where) {}
+
   const char* op = "";
   std::source_location where;
 
-  bool operator==(const Site& other) const;
+  bool operator==(const Site& other) const {
+    // The compiler keeps one record per place, mostly: comparing texts is for when it did not.
+    return (op == other.op && std::memcmp(&where, &other.where, sizeof where) == 0) || same_text(other);
+  }
+
+ private:
+  bool same_text(const Site& other) const;
 };
 
 struct Block;
@@ -40,12 +49,13 @@ struct Block;
 class CopyQueue {
  public:
   // Copies 16 bytes, or writes 16 zeros when `source` is null.
-  void issue(Block& block, void* destination, const void* source);
+  void issue(Block& block, void* destination, const void* source, const Site& site);
   void commit() { ++num_groups_; }
   // Lands all but the `num_left` youngest committed groups.
   void wait(uint64_t num_left);
   void wait_all();
-  bool empty() const { return first_ == copies_.size(); }
+  // Where the oldest copy was issued that nobody has waited for; null if there is none.
+  const Site* in_flight() const { return first_ < copies_.size() ? &copies_[first_].site : nullptr; }
   void clear();
 
  private:
@@ -54,6 +64,7 @@ class CopyQueue {
     const void* source;
     uint64_t group;
     bool landed;
+    Site site;
   };
   static void land(Copy& copy);
   void land_groups_below(uint64_t end);
@@ -93,8 +104,9 @@ struct Rendezvous {
 };
 
 struct Warp {
-  uint32_t live = 0;                // lanes that exist and have not returned
-  std::deque<Rendezvous> meetings;  // one per mask in use
+  uint32_t live = 0;  // lanes that exist and have not returned
+  std::deque<Rendezvous>
+      meetings;  // one per mask in use; lanes may wait in one while others pass through another
 };
 
 // The shared memory of a block: dynamic memory first, then each SIMT_SHARED variable as it is reached.
@@ -108,7 +120,7 @@ class SharedMemory {
   void reset(size_t dynamic_nbytes, bool poison);
   unsigned char* dynamic() const { return base_; }
   // The variable known by `key`, the same for all threads of the block.
-  void* variable(const void* key, size_t nbytes, size_t alignment);
+  void* variable(const void* key, size_t nbytes, size_t alignment, const Site& site);
 
  private:
   struct Variable {

@@ -32,9 +32,10 @@ inline constexpr int warpSize = 32;
 namespace paged_ops::simt {
 
 template <class T>
-T& shared_variable(const void* key) {
+T& shared_variable(const void* key, const std::source_location where = std::source_location::current()) {
   static_assert(std::is_trivially_default_constructible_v<T>);
-  return *static_cast<T*>(current_fiber->block->shared.variable(key, sizeof(T), alignof(T)));
+  return *static_cast<T*>(
+      current_fiber->block->shared.variable(key, sizeof(T), alignof(T), {"SIMT_SHARED", where}));
 }
 
 // The value that lane `source` of `mask` gave.
