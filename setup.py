@@ -18,6 +18,7 @@ from setuptools import Extension, setup
 from setuptools.command.build_ext import build_ext
 
 ROOT = Path(__file__).parent.resolve()
+EMULATED = os.environ.get("PAGED_OPS_EMULATED") == "1"
 
 
 def find_nvcc() -> Path | None:
@@ -64,12 +65,12 @@ def cuda_options() -> tuple[list[str], dict[str, str]]:
 
 
 class CMakeBuild(build_ext):
-    """Configures, builds and installs the modules beside the package's Python files."""
+    """Configures, builds and installs all modules at once beside the package's Python files."""
 
-    def build_extension(self, ext: Extension) -> None:
+    def build_extensions(self) -> None:
         import pybind11
 
-        target = Path(self.get_ext_fullpath(ext.name)).parent.resolve()
+        target = Path(self.get_ext_fullpath("paged_ops._native")).parent.resolve()
         build = Path(os.environ.get("PAGED_OPS_BUILD_DIR", self.build_temp)).resolve()
         build.mkdir(parents=True, exist_ok=True)
         options, extra = cuda_options()
@@ -78,7 +79,7 @@ class CMakeBuild(build_ext):
             f"-DCMAKE_INSTALL_PREFIX={target}",
             f"-DPython_EXECUTABLE={sys.executable}",
             f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
-            f"-DPAGED_OPS_EMULATED={'ON' if os.environ.get('PAGED_OPS_EMULATED') == '1' else 'OFF'}",
+            f"-DPAGED_OPS_EMULATED={'ON' if EMULATED else 'OFF'}",
             f"-DPAGED_OPS_SANITIZE={os.environ.get('PAGED_OPS_SANITIZE', '')}",
         ]
         if shutil.which("ninja"):
@@ -89,4 +90,5 @@ class CMakeBuild(build_ext):
         subprocess.run(["cmake", "--install", "."], cwd=build, env=environment, check=True)
 
 
-setup(ext_modules=[Extension("paged_ops._native", sources=[])], cmdclass={"build_ext": CMakeBuild})
+modules = ["paged_ops._native"] + ["paged_ops._emulated"] * EMULATED
+setup(ext_modules=[Extension(name, sources=[]) for name in modules], cmdclass={"build_ext": CMakeBuild})
