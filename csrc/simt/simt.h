@@ -16,8 +16,6 @@
 //
 // Flags an emulated build needs:
 //   -fno-strict-aliasing       kernels read packets of one type as another, as device compilers allow
-//   -ftls-model=initial-exec   the emulator asks "which thread am I" all the time; a call to
-//                              __tls_get_addr each time would cost more than the fibers do
 //   -ffp-contract=off          multiplications and additions round as written, on every -march
 //   -Wno-unknown-pragmas       #pragma unroll
 #pragma once

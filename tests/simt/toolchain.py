@@ -16,7 +16,7 @@ GXX = os.environ.get("CXX") or shutil.which("g++")
 
 EMULATOR_FLAGS = [
     "-std=c++20", "-O1", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DPAGED_OPS_EMULATED",
-    "-fno-strict-aliasing", "-ftls-model=initial-exec", "-ffp-contract=off", "-Wno-unknown-pragmas", f"-I{CSRC}",
+    "-fno-strict-aliasing", "-ffp-contract=off", "-Wno-unknown-pragmas", f"-I{CSRC}",
 ]  # fmt: skip
 
 

@@ -13,7 +13,7 @@
 
 namespace paged_ops::simt {
 
-thread_local constinit Fiber* current_fiber = nullptr;
+thread_local constinit Fiber* current_fiber [[gnu::tls_model("initial-exec")]] = nullptr;
 
 Config& config() {
   static Config config;

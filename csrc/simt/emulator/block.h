@@ -188,8 +188,11 @@ struct Block {
   char* tokens_;  // what ThreadSanitizer knows the barriers by
 };
 
-// The fiber that this OS thread is running. Kernels ask for it all the time.
-extern thread_local constinit Fiber* current_fiber;
+// The fiber that this OS thread is running. Kernels ask for it all the time; a call to __tls_get_addr each
+// time would cost more than the fibers do, hence the TLS model. It is set here and not by a compiler flag,
+// which would pull libstdc++'s own thread-locals into the small static block too and make the module unloadable
+// once libstdc++ is there.
+extern thread_local constinit Fiber* current_fiber [[gnu::tls_model("initial-exec")]];
 
 // Ends the launch with a Fault that says `what`, and which thread of which block did it where.
 [[noreturn]] void fault(const std::string& what, const Site& site);
