@@ -111,8 +111,9 @@ def _candidates(row: npt.NDArray[np.float32], params: SamplingParams) -> tuple[n
     """Ids ascending, and the weights of the tokens that are left: probabilities up to a common factor."""
     ids = _largest(row, params.top_k) if 0 < params.top_k < len(row) else np.arange(len(row))
     scores = row[ids].astype(np.float64)
-    # Subtracted first, so that no temperature can overflow it.
-    weights = np.exp((scores - scores.max()) / params.temperature)
+    scores -= scores.max()
+    with np.errstate(over="ignore"):  # a tiny temperature takes the others to -inf, which is right
+        weights = np.exp(scores / params.temperature)
     if params.top_p < 1:
         kept = _nucleus(weights, params.top_p)
         ids, weights = ids[kept], weights[kept]

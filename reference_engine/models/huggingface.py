@@ -186,7 +186,8 @@ def _llama(fields: _Fields, kind: str) -> ModelConfig:
     hidden, heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
     if fields.values.get("head_dim") is None and (heads < 1 or hidden % heads):
         raise ModelError(
-            f"without head_dim, hidden_size must be a multiple of heads, got {hidden} and {heads}"
+            "without head_dim, hidden_size must be a multiple of num_attention_heads, "
+            f"got {hidden} and {heads}"
         )
     head_dim = fields.get("head_dim", int, hidden // max(heads, 1))
     max_positions = fields.get("max_position_embeddings", int)

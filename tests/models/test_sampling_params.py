@@ -60,6 +60,9 @@ def test_greedy_is_temperature_zero() -> None:
 
 
 def test_it_needs_nothing_but_the_standard_library() -> None:
-    code = "import sys, reference_engine.sampling_params; print(any(m in sys.modules for m in ('torch', 'numpy')))"
+    code = (
+        "import sys, reference_engine.sampling_params;"
+        "print(any(module in sys.modules for module in ('torch', 'numpy')))"
+    )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "False"
