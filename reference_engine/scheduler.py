@@ -101,7 +101,7 @@ class Scheduler:
         if num_tokens + 1 > config.max_model_len:
             raise RequestRefused(
                 f"request {request.id}: the prompt has {num_tokens} tokens; the model's context of "
-                f"{config.max_model_len} leaves room for a prompt of at most {config.max_model_len - 1}"
+                f"{config.max_model_len} leaves room for {config.max_model_len - 1} at most"
             )
         if self._blocks_for(num_tokens) > config.num_blocks:
             raise RequestRefused(f"request {request.id}: {self._needs(num_tokens)}")
