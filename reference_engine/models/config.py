@@ -33,8 +33,18 @@ class RopeConfig:
     interleaved: bool = False
 
 
+def check_head_dim(head_dim: int) -> None:
+    """Raises ModelError for what the paged attention ops do not take."""
+    if head_dim < 8 or head_dim % 8 or head_dim > MAX_HEAD_DIM:
+        raise ModelError(
+            f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {head_dim}: "
+            "the paged attention ops take no other"
+        )
+
+
 def rope_frequencies(head_dim: int, theta: float) -> tuple[float, ...]:
     """theta ** (-2i / head_dim) for each pair i."""
+    check_head_dim(head_dim)
     return tuple(theta ** (-2 * i / head_dim) for i in range(head_dim // 2))
 
 
@@ -104,7 +114,6 @@ class ModelConfig:
             "num_layers",
             "num_q_heads",
             "num_kv_heads",
-            "head_dim",
             "max_positions",
         ):
             if getattr(self, name) < 1:
@@ -114,11 +123,7 @@ class ModelConfig:
                 f"num_q_heads must be a multiple of num_kv_heads, got {self.num_q_heads} "
                 f"and {self.num_kv_heads}"
             )
-        if self.head_dim % 8 or self.head_dim > MAX_HEAD_DIM:
-            raise ModelError(
-                f"head_dim must be a multiple of 8 up to {MAX_HEAD_DIM}, got {self.head_dim}: "
-                "the paged attention ops take no other"
-            )
+        check_head_dim(self.head_dim)
         if self.rope is not None and len(self.rope.frequencies) != self.head_dim // 2:
             raise ModelError(
                 f"rope must have head_dim / 2 = {self.head_dim // 2} frequencies, "

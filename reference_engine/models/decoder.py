@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from reference_engine.models.config import Activation, ModelConfig
 
-# attend(layer, query, key, value) -> attended. Query and attended: [num_tokens, num_q_heads, head_dim]; key and
-# value: [num_tokens, num_kv_heads, head_dim]. The caller stores key and value, then attends over all that it has
-# stored. Tokens and heads are strided; the last dimension is contiguous.
+# attend(layer, query, key, value) -> attended. Query and attended are [num_tokens, num_q_heads, head_dim],
+# key and value [num_tokens, num_kv_heads, head_dim]. The caller stores key and value, then attends over
+# all that it has stored. Tokens and heads are strided; the last dimension is contiguous.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 # From here on the arithmetic outweighs rearranging the weights; see `linear`.

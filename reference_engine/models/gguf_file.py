@@ -189,9 +189,9 @@ class GgufFile:
                 dtype = np.dtype(_SCALARS[item_kind]).newbyteorder("<")
                 start = self._take(length * dtype.itemsize)
                 return np.frombuffer(self._bytes, dtype, length, start).tolist()
-            if item_kind in (_STRING, _ARRAY):
-                return [self._value(item_kind) for _ in range(length)]
-            kind = item_kind
+            if item_kind == _STRING:
+                return [self._string() for _ in range(length)]
+            kind = item_kind  # arrays of arrays included: nothing that we read has any
         raise ModelError(f"{self.path}: {self._reading} has the unknown value type {kind}")
 
     def get(self, key: str, kind: type[T], default: T | None = None) -> T:

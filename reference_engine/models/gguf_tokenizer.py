@@ -40,6 +40,10 @@ def load_tokenizer(file: GgufFile) -> Tokenizer:
     kinds: list[int] = file.get("tokenizer.ggml.token_type", list, [1] * len(tokens))
     if len(kinds) != len(tokens):
         raise ModelError(f"{file.path}: there are {len(tokens)} tokens but {len(kinds)} token types")
+    if len(set(tokens)) != len(tokens):
+        raise ModelError(
+            f"{file.path}: tokens must be unique, there are {len(set(tokens))} among {len(tokens)}"
+        )
     try:
         backend = tokenizers.Tokenizer(
             tokenizers.models.BPE(

@@ -92,6 +92,10 @@ def _load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device | str
     file = gguf_file.GgufFile(path)
     config, naming = gguf_file.read_config(file)
     tokenizer = gguf_tokenizer.load_tokenizer(file)
+    if tokenizer.vocab_size > config.vocab_size:
+        raise ModelError(
+            f"{path}: there are {tokenizer.vocab_size} tokens but only {config.vocab_size} embeddings"
+        )
     dtype = dtype or file.dtype(f"{naming.layer.format(0)}.{naming.down}.weight") or _fast_dtype(device)
     decoder = _decoder(config, naming, file, gguf_file.ignorable(), dtype, device)
     name = file.metadata.get("general.name") or path.stem
@@ -106,10 +110,9 @@ def _decoder(
     dtype: torch.dtype,
     device: torch.device | str,
 ) -> Decoder:
-    plan = weight_plan(config, naming)
-    check(plan, source, ignored, config.architecture)
+    check(weight_plan(config, naming), source, ignored, config.architecture)
     decoder = Decoder(config, dtype=dtype, device=device)
-    fill(decoder, plan, source)
+    fill(decoder, weight_plan(config, naming), source)
     return decoder.eval()
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -61,32 +61,38 @@ class Piece:
     transposed: bool = False
 
 
-def weight_plan(config: ModelConfig, naming: Naming) -> dict[str, list[Piece]]:
-    """Decoder parameter name -> the pieces that are stacked along its first dimension."""
-    plan: dict[str, list[Piece]] = {}
+Plan = Iterator[tuple[str, list[Piece]]]
+
+
+def weight_plan(config: ModelConfig, naming: Naming) -> Plan:
+    """For each decoder parameter, its name and the pieces that are stacked along its first dimension.
+
+    One by one, so that a configuration that claims a billion layers fails at the first one that is not there.
+    """
     hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
 
-    def vector(target: str, *parts: tuple[str, int]) -> None:
-        plan[target] = [Piece(name, (size,)) for name, size in parts]
+    def vector(target: str, *parts: tuple[str, int]) -> Plan:
+        yield target, [Piece(name, (size,)) for name, size in parts]
 
-    def projection(target: str, in_size: int, bias: bool, *parts: tuple[str, int]) -> None:
+    def projection(target: str, in_size: int, bias: bool, *parts: tuple[str, int]) -> Plan:
         def shape(out_size: int) -> tuple[int, int]:
             return (in_size, out_size) if naming.transposed else (out_size, in_size)
 
-        plan[f"{target}.weight"] = [
-            Piece(f"{name}.weight", shape(out_size), naming.transposed) for name, out_size in parts
-        ]
+        yield (
+            f"{target}.weight",
+            [Piece(f"{name}.weight", shape(out_size), naming.transposed) for name, out_size in parts],
+        )
         if bias:
-            vector(f"{target}.bias", *((f"{name}.bias", out) for name, out in parts))
+            yield from vector(f"{target}.bias", *((f"{name}.bias", out) for name, out in parts))
 
-    def norm(target: str, name: str) -> None:
-        vector(f"{target}.weight", (f"{name}.weight", hidden))
+    def norm(target: str, name: str) -> Plan:
+        yield from vector(f"{target}.weight", (f"{name}.weight", hidden))
         if config.norm == "layer":
-            vector(f"{target}.bias", (f"{name}.bias", hidden))
+            yield from vector(f"{target}.bias", (f"{name}.bias", hidden))
 
-    plan["embedding"] = [Piece(f"{naming.embedding}.weight", (config.vocab_size, hidden))]
+    yield "embedding", [Piece(f"{naming.embedding}.weight", (config.vocab_size, hidden))]
     if config.rope is None:
-        plan["position_embedding"] = [Piece(f"{naming.positions}.weight", (config.max_positions, hidden))]
+        yield "position_embedding", [Piece(f"{naming.positions}.weight", (config.max_positions, hidden))]
     q_size, kv_size = config.num_q_heads * dim, config.num_kv_heads * dim
     for index in range(config.num_layers):
         target, prefix = f"layers.{index}", naming.layer.format(index) + "."
@@ -99,25 +105,24 @@ def weight_plan(config: ModelConfig, naming: Naming) -> dict[str, list[Piece]]:
                 (prefix + naming.value, kv_size),
             ]
         names = [naming.gate, naming.up] if config.gated_mlp else [naming.up]
-        norm(f"{target}.attention_norm", prefix + naming.attention_norm)
-        projection(f"{target}.qkv", hidden, config.attention_bias, *heads)
-        projection(
+        yield from norm(f"{target}.attention_norm", prefix + naming.attention_norm)
+        yield from projection(f"{target}.qkv", hidden, config.attention_bias, *heads)
+        yield from projection(
             f"{target}.attention_output",
             q_size,
             config.attention_output_bias,
             (prefix + naming.attention_output, hidden),
         )
-        norm(f"{target}.mlp_norm", prefix + naming.mlp_norm)
+        yield from norm(f"{target}.mlp_norm", prefix + naming.mlp_norm)
         inputs = [(prefix + name, inner) for name in names]
-        projection(f"{target}.mlp_input", hidden, config.mlp_bias, *inputs)
-        projection(f"{target}.mlp_output", inner, config.mlp_bias, (prefix + naming.down, hidden))
-    norm("final_norm", naming.final_norm)
+        yield from projection(f"{target}.mlp_input", hidden, config.mlp_bias, *inputs)
+        yield from projection(f"{target}.mlp_output", inner, config.mlp_bias, (prefix + naming.down, hidden))
+    yield from norm("final_norm", naming.final_norm)
     if not config.tied_embeddings:
-        plan["unembedding"] = [Piece(f"{naming.unembedding}.weight", (config.vocab_size, hidden))]
-    return plan
+        yield "unembedding", [Piece(f"{naming.unembedding}.weight", (config.vocab_size, hidden))]
 
 
-def check(plan: dict[str, list[Piece]], source: TensorSource, ignored: set[str], architecture: str) -> None:
+def check(plan: Plan, source: TensorSource, ignored: set[str], architecture: str) -> None:
     """Compare the names and shapes of a checkpoint with the plan, before anything is allocated or read.
 
     Args:
@@ -127,9 +132,8 @@ def check(plan: dict[str, list[Piece]], source: TensorSource, ignored: set[str],
     Raises:
         ModelError: a tensor is missing, unknown or of another shape; names the tensor and the file.
     """
-    present = set(source.names())
-    pieces = [piece for parts in plan.values() for piece in parts]
-    for piece in pieces:
+    present, known = set(source.names()), set(ignored)
+    for piece in (piece for _, parts in plan for piece in parts):
         if piece.name not in present:
             raise ModelError(f"{source.where(piece.name)}: tensor {piece.name!r} is missing")
         shape = source.shape(piece.name)
@@ -138,7 +142,8 @@ def check(plan: dict[str, list[Piece]], source: TensorSource, ignored: set[str],
                 f"{source.where(piece.name)}: tensor {piece.name!r} has shape {list(shape)}, "
                 f"the model's configuration wants {list(piece.shape)}"
             )
-    unknown = sorted(present - {piece.name for piece in pieces} - ignored)
+        known.add(piece.name)
+    unknown = sorted(present - known)
     if unknown:
         others = f" (nor have {len(unknown) - 1} more)" if len(unknown) > 1 else ""
         raise ModelError(
@@ -147,15 +152,14 @@ def check(plan: dict[str, list[Piece]], source: TensorSource, ignored: set[str],
         )
 
 
-def fill(decoder: Decoder, plan: dict[str, list[Piece]], source: TensorSource) -> None:
+def fill(decoder: Decoder, plan: Plan, source: TensorSource) -> None:
     """Read every parameter of `decoder` from a checked `source`, converting to the decoder's dtype."""
-    parameters = dict(decoder.named_parameters())
-    if parameters.keys() != plan.keys():
-        raise AssertionError(f"plan and decoder disagree on {sorted(parameters.keys() ^ plan.keys())}")
-    for target, parts in plan.items():
-        parameter, row = parameters[target], 0
+    unfilled = dict(decoder.named_parameters())
+    for target, parts in plan:
+        parameter, row = unfilled.pop(target), 0
         for piece in parts:
             tensor = source.read(piece.name)
             tensor = tensor.t() if piece.transposed else tensor
             parameter[row : row + tensor.shape[0]].copy_(tensor)
             row += tensor.shape[0]
+    assert not unfilled, f"the plan leaves out {sorted(unfilled)}"
