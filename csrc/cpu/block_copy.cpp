@@ -30,6 +30,7 @@ void block_copy(const BlockCopyParams& p, const Context&) {
   parallel_for(num_tasks, threads_for(2 * num_tasks * block_nbytes(p.block)), [&](int64_t task) {
     char* cache = static_cast<char*>(p.caches[task / p.num_pairs]);
     const int64_t* pair = p.block_pairs + 2 * (task % p.num_pairs);
+    if (pair[0] == pair[1]) return;
     copy_block(cache + pair[1] * p.block_stride, p.block, cache + pair[0] * p.block_stride, p.block);
   });
 }

@@ -43,7 +43,8 @@ inline __global__ void check_cu_seqlens_q_kernel(const int32_t* cu_seqlens_q, in
   }
 }
 
-// One thread per pair: its destination is no earlier pair's destination, and its source no other pair's.
+// One thread per pair: its destination is no earlier pair's destination, and its source no other pair's, but
+// for pairs of a block with itself, which do nothing.
 // Quadratic, and only run when checks are asked for.
 inline __global__ void check_distinct_kernel(const int64_t* block_pairs, int64_t num_pairs, FirstBad* twice,
                                              FirstBad* both) {
@@ -52,7 +53,7 @@ inline __global__ void check_distinct_kernel(const int64_t* block_pairs, int64_t
   for (int64_t j = 0; j < num_pairs; j++) {
     const int64_t destination = block_pairs[2 * j + 1];
     if (j < i && destination == block_pairs[2 * i + 1]) report(twice, i);
-    if (j != i && destination == block_pairs[2 * i]) report(both, i);
+    if (destination == block_pairs[2 * i] && destination != block_pairs[2 * j]) report(both, i);
   }
 }
 
