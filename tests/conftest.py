@@ -48,6 +48,8 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         metafunc.parametrize("target", targets, ids=str)
         return
     cases_for = grid.kwargs["cases"]
+    if metafunc.definition.get_closest_marker("slow") and not metafunc.config.getoption("--slow"):
+        targets = targets[:1]  # what will be skipped needs no list
     pairs = [(target, case) for target in targets for case in cases_for(target)]
     metafunc.parametrize(("target", "case"), pairs, ids=[f"{target}: {case}" for target, case in pairs])
 

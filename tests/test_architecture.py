@@ -126,7 +126,7 @@ def test_first_line_says_what_a_file_is_for() -> None:
     wrong = []
     for path in CXX + PYTHON:
         lines = [line for line in text_of(path).splitlines() if not line.startswith("#!")]
-        comment = r"// \w.{15,}" if path in CXX else r'r?"""\w.{15,}'
+        comment = r"// .{15,}" if path in CXX else r'r?""".{15,}'
         if not lines or not re.match(comment, lines[0]):
             wrong.append(f"{path} begins with {lines[:1]}")
     assert not wrong

@@ -157,4 +157,4 @@ class HostOps:
 def _received(result: Any) -> Any:
     if isinstance(result, tuple):
         return tuple(_received(item) for item in result)
-    return None if result is None else arrays.to_numpy(result)
+    return result if result is None or isinstance(result, int) else arrays.to_numpy(result)

@@ -107,8 +107,8 @@ def gather() -> Call:
             "value_cache": _ones(5, 2, 2, 8),
             "block_tables": np.array([[0, 1], [2, 99]], np.int32),
             "seq_lens": np.array([3, 2], np.int32),
-            "out[0]": np.zeros((6, 2, 16), F32),
-            "out[1]": np.zeros((6, 2, 8), F32),
+            "out[0]": np.zeros((9, 2, 16), F32),
+            "out[1]": np.zeros((9, 2, 8), F32),
         },
         ("out[0]", "out[1]"),
         ("out[0]", "out[1]"),
@@ -175,7 +175,8 @@ def require_refused(
     with pytest.raises(errors) as caught:
         invoke(ops, call)
     message = str(caught.value)
-    assert message.startswith(names), f"wanted one of {names} named first: {message}"
+    if not message.startswith(names):
+        pytest.fail(f"wanted one of {names} named first: {message}", pytrace=False)
     for name, bits in before.items():
         assert (arrays.bits(call.arguments[name]) == bits).all(), f"{name} was written"
     return message
@@ -243,7 +244,7 @@ def test_bytes_of_the_other_order(ops: HostOps, make: Callable[[], Call], name: 
 def test_wrong_number_of_dimensions(ops: HostOps, make: Callable[[], Call], name: str) -> None:
     for change in (lambda a: a[None], lambda a: a[0]):
         call = make()
-        call.arguments[name] = np.ascontiguousarray(change(call.arguments[name]))
+        call.arguments[name] = np.array(change(call.arguments[name]))
         if call.op in ("swap_blocks", "copy_blocks") and name != "block_pairs":
             others = tuple(map(bare, call.arguments))  # which of the two is wrong, nobody can tell
             require_refused(ops, call, others, ValueError)
@@ -348,7 +349,7 @@ def test_caches_must_not_be_written_from_themselves(ops: HostOps) -> None:
     call.arguments["source"] = call.arguments["destination"][:4]
     require_refused(ops, call, ("destination: shares memory with source",), ValueError)
     call = gather()
-    call.arguments["out[0]"] = call.arguments["key_cache"].reshape(-1, 2, 16)[:6]
+    call.arguments["out[0]"] = call.arguments["key_cache"].reshape(-1, 2, 16)[:9]
     require_refused(ops, call, ("out[0]: shares memory with key_cache",), ValueError)
 
 
@@ -535,4 +536,5 @@ def test_tensor_without_memory(ops: HostOps, make: Callable[[], Call], name: str
     spoilt = Call(call.op, tensors, (), call.options)
     with ops.target.use(), pytest.raises((ValueError, TypeError, RuntimeError, BufferError)) as caught:
         invoke(paged_ops, spoilt)
-    assert str(caught.value).startswith(tuple(map(bare, call.arguments))), caught.value
+    if not str(caught.value).startswith(tuple(map(bare, call.arguments))):
+        pytest.fail(f"wanted an argument named first: {caught.value!r:.200}", pytrace=False)

@@ -134,7 +134,7 @@ def test_workspace_of_bad_shapes(ops: HostOps, name: str) -> None:
 
 
 def test_workspace_of_a_bad_dtype(ops: HostOps) -> None:
-    with pytest.raises(TypeError, match="dtype"):
+    with pytest.raises((TypeError, ValueError), match="^dtype.* int32"):
         ops.workspace_size(**SHAPES, dtype="int32")
     with pytest.raises(ValueError, match="^device: "):
         ops.workspace_size(**SHAPES, dtype="float32", device="tpu")
