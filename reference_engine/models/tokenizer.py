@@ -108,6 +108,9 @@ class TextStream:
     A piece never ends inside a character; all pieces together equal `Tokenizer.decode` of all tokens. What is
     shown for a token can depend on its neighbours (a character spread over tokens, a space that only stands
     between words), so each piece is the difference that the new tokens make behind the last few old ones.
+
+    One exception: sentencepiece's byte fallback judges a run of byte tokens as a whole, so that a later broken
+    byte would turn the run's whole characters, shown already, into U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
