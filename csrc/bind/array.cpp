@@ -45,40 +45,6 @@ const KnownType* known_type(PyTypeObject* type) {
   return &known[count++];
 }
 
-bool is_true(py::handle object, PyObject* attribute) {
-  PyObject* value = PyObject_GetAttr(object.ptr(), attribute);
-  if (!value) throw py::error_already_set();
-  const bool yes = value == Py_True;
-  Py_DECREF(value);
-  return yes;
-}
-
-// A result computed here would silently drop out of the graph, and lazily negated views hold other
-// bits than values; both are refused.
-void require_plain(py::handle object, const char* name) {
-  static PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
-  static PyObject* is_grad_enabled =
-      py::object(py::module_::import("torch").attr("is_grad_enabled")).release().ptr();
-  if (is_true(object, requires_grad)) {
-    PyObject* enabled = PyObject_CallNoArgs(is_grad_enabled);
-    if (!enabled) throw py::error_already_set();
-    const bool on = enabled == Py_True;
-    Py_DECREF(enabled);
-    PAGED_OPS_REQUIRE(!on, name,
-                      ": requires a gradient, and the ops have no backward; detach it or call under "
-                      "torch.no_grad()");
-  }
-}
-
-void require_not_negated(py::handle object, const char* name) {
-  static PyObject* is_neg = PyUnicode_InternFromString("is_neg");
-  PyObject* negated = PyObject_CallMethodNoArgs(object.ptr(), is_neg);
-  if (!negated) throw py::error_already_set();
-  const bool yes = negated == Py_True;
-  Py_DECREF(negated);
-  PAGED_OPS_REQUIRE(!yes, name, ": is a lazily negated view; call resolve_neg() on it");
-}
-
 dlpack::DataType numpy_type(py::handle object) {
   const py::dtype dtype = py::reinterpret_borrow<py::array>(object).dtype();
   const auto bits = uint8_t(dtype.itemsize() * 8);
@@ -132,12 +98,8 @@ void Array::load(py::handle object) {
   if (const KnownType* known = known_type(Py_TYPE(object.ptr()))) {
     dlpack::Tensor tensor;
     if (known->api->tensor_from_py_object_no_sync(object.ptr(), &tensor)) throw py::error_already_set();
-    view(tensor);
-    if (known->has_autograd && type_.code != dlpack::kInt) {
-      require_plain(object, name_);
-      require_not_negated(object, name_);
-    }
-    return;
+    has_autograd_ = known->has_autograd;
+    return view(tensor);
   }
   view_capsule(object);
 }
@@ -207,6 +169,7 @@ void Array::require_valid(Use use) const {
                       stride_[i], ", wanted a non-negative one");
   if (use == Use::input) return;
   PAGED_OPS_REQUIRE(!readonly_, name_, ": is read-only");
+  if (size() == 0) return;
   // Sorted by stride, each dimension must step over everything the smaller ones span.
   std::array<int, kMaxDims> order;
   int dims = 0;
@@ -290,11 +253,12 @@ void Array::require_dtype(DType wanted) const {
 
 void Array::require_last_contiguous() const {
   const int last = ndim_ - 1;
-  PAGED_OPS_REQUIRE(stride_[last] == 1 || shape_[last] <= 1, name_, ": stride of the last dimension is ",
+  PAGED_OPS_REQUIRE(stride_[last] == 1 || shape_[last] <= 1 || size() == 0, name_, ": stride of the last dimension is ",
                     stride_[last], ", wanted 1");
 }
 
 void Array::require_contiguous() const {
+  if (size() == 0) return;  // frameworks disagree on the strides of nothing
   int64_t dense = 1;
   for (int i = ndim_ - 1; i >= 0; i--) {
     PAGED_OPS_REQUIRE(stride_[i] == dense || shape_[i] <= 1, name_, ": stride of dimension ", i, " is ",
@@ -319,6 +283,29 @@ const char* Array::end() const {
 void Array::require_no_overlap(const Array& other) const {
   PAGED_OPS_REQUIRE(end() <= other.begin() || other.end() <= begin(), name_, ": shares memory with ",
                     other.name_, ", which the op reads while it writes");
+}
+
+void require_no_gradient(std::initializer_list<const Array*> arrays) {
+  static PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
+  static PyObject* is_grad_enabled = nullptr;
+  const auto is_true = [](PyObject* value) {
+    if (!value) throw py::error_already_set();
+    Py_DECREF(value);
+    return value == Py_True;
+  };
+  bool enabled = false;
+  for (const Array* array : arrays) {
+    if (!array->has_autograd()) continue;
+    if (!enabled) {
+      if (!is_grad_enabled)
+        is_grad_enabled = py::object(py::module_::import("torch").attr("is_grad_enabled")).release().ptr();
+      if (!is_true(PyObject_CallNoArgs(is_grad_enabled))) return;
+      enabled = true;
+    }
+    PAGED_OPS_REQUIRE(
+        !is_true(PyObject_GetAttr(array->object().ptr(), requires_grad)), array->name(),
+        ": requires a gradient, and the ops have no backward; detach it or call under torch.no_grad()");
+  }
 }
 
 void* current_stream(const Array& array) {

@@ -4,6 +4,7 @@
 #include <pybind11/pybind11.h>
 
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <vector>
 
@@ -24,8 +25,9 @@ class Array {
 
   // Reads `object` through the DLPack C exchange API of its type (torch >= 2.10), as a NumPy array,
   // or through a `__dlpack__` capsule (cupy, JAX, older torch), in this order. Raises TypeError when it
-  // is none of these, ValueError when an output is read-only or overlaps itself, when a gradient would be
-  // needed, or when a stride is negative.
+  // is none of these, ValueError when an output is read-only or overlaps itself, or when a stride is
+  // negative. (A lazily negated or conjugated view of torch has the strides of a complex tensor's parts,
+  // which no op takes.)
   Array(py::handle object, const char* name, Use use = Use::input);
   ~Array();
   Array(const Array&) = delete;
@@ -33,6 +35,7 @@ class Array {
 
   const char* name() const { return name_; }
   py::handle object() const { return object_; }
+  bool has_autograd() const { return has_autograd_; }
   void* data() const { return data_; }
   int ndim() const { return ndim_; }
   int64_t shape(int dim) const { return shape_[dim]; }
@@ -77,11 +80,16 @@ class Array {
   dlpack::DataType type_{};
   dlpack::Device device_{};
   bool readonly_ = false;
+  bool has_autograd_ = false;
   int64_t shape_[kMaxDims];
   int64_t stride_[kMaxDims];
   dlpack::ManagedTensor* managed_ = nullptr;
   dlpack::ManagedTensorVersioned* managed_versioned_ = nullptr;
 };
+
+// The ops have no backward: a result computed from a tensor that requires a gradient would silently drop
+// out of the graph, and is refused while gradients are recorded.
+void require_no_gradient(std::initializer_list<const Array*> arrays);
 
 // The caller's current stream on the array's device; null on the CPU.
 void* current_stream(const Array& array);

@@ -82,6 +82,8 @@ py::object attention(py::handle query_in, py::handle key_cache_in, py::handle va
   p.out_stride_token = out.stride_nbytes(0);
   p.out_stride_head = out.stride_nbytes(1);
 
+  require_no_gradient({&query, &key_cache, &value_cache, &out});
+
   const Context context = context_for(query, check);
   py::object lse_object = std::move(lse_in);
   if (return_lse && lse_object.is_none())

@@ -82,6 +82,7 @@ void copy_blocks(const py::sequence& caches_in, py::handle block_pairs_in, bool 
   for (size_t i = 1; i < caches.size(); i++) {
     const Array& cache = *caches[i];
     cache.require_same_device(first);
+    require_no_gradient({&cache});
     cache.require_ndim(first.ndim(), "the same shape as caches[0]");
     PAGED_OPS_REQUIRE(cache.itemsize() == first.itemsize(), "caches[", i, "]: dtype is ", cache.dtype_name(),
                       ", wanted ", first.dtype_name(), " as caches[0]");
@@ -91,6 +92,7 @@ void copy_blocks(const py::sequence& caches_in, py::handle block_pairs_in, bool 
           "caches[", i, "]: shape ", cache.shape_text(), " or its strides differ from caches[0] ",
           first.shape_text());
   }
+  require_no_gradient({&first});
   const Array block_pairs(block_pairs_in, "block_pairs");
   const int64_t* pairs = pairs_of(block_pairs);
   block_pairs.require_same_device(first);
@@ -137,6 +139,7 @@ void swap_blocks(py::handle source_in, py::handle destination_in, py::handle blo
                           .source_on_device = on_device(source),
                           .destination_on_device = on_device(destination)};
   const Array& device_side = on_device(destination) ? destination : source;
+  require_no_gradient({&source, &destination});
   const Backend& backend = backend_for(device_side);
   const Context context = context_for(device_side, true);
   if (p.num_pairs == 0 || source.size() == 0 || destination.size() == 0) return;

@@ -51,6 +51,7 @@ void write_kv_cache(py::handle key_in, py::handle value_in, py::handle key_cache
   p.num_tokens = narrow(slot_mapping.shape(0), "num_tokens of slot_mapping");
   p.dtype = p.kv.dtype;
 
+  require_no_gradient({&key, &value, &key_cache, &value_cache});
   const Backend& backend = backend_for(key_cache);
   const Context context = context_for(key_cache, check);
   if (p.num_tokens == 0) return;
@@ -114,6 +115,7 @@ py::tuple gather_kv_cache(py::handle key_cache_in, py::handle value_cache_in, py
   p.value_stride_token = value.stride_nbytes(0);
   p.value_stride_head = value.stride_nbytes(1);
 
+  require_no_gradient({&key_cache, &value_cache, &key, &value});
   const Backend& backend = backend_for(key_cache);
   const Context context = context_for(key_cache, check);
   {

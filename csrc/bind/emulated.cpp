@@ -16,7 +16,7 @@ Enum choice(const char* argument, const std::string& value,
   std::string wanted;
   for (const auto& [text, result] : choices) {
     if (value == text) return result;
-    wanted += (wanted.empty() ? "" : ", ") + std::string(text);
+    wanted += concat(wanted.empty() ? "" : ", ", text);
   }
   fail(argument, ": is '", value, "', wanted one of ", wanted);
 }
@@ -31,9 +31,10 @@ void configure(const std::string& order, const std::string& landing, uint64_t se
   config.order = choice<FiberOrder>(
       "order", order,
       {{"forward", FiberOrder::forward}, {"reverse", FiberOrder::reverse}, {"random", FiberOrder::random}});
-  config.landing = choice<CopyLanding>(
-      "landing", landing,
-      {{"at_wait", CopyLanding::at_wait}, {"at_once", CopyLanding::at_once}, {"random", CopyLanding::random}});
+  config.landing = choice<CopyLanding>("landing", landing,
+                                       {{"at_wait", CopyLanding::at_wait},
+                                        {"at_once", CopyLanding::at_once},
+                                        {"random", CopyLanding::random}});
   config.seed = seed;
   config.workers = workers;
   config.poison = poison;
@@ -46,7 +47,8 @@ void configure(const std::string& order, const std::string& landing, uint64_t se
 void define_emulator_controls(pybind11::module_& m) {
   namespace py = pybind11;
   m.def("configure", &configure, py::kw_only(), py::arg("order") = "forward", py::arg("landing") = "at_wait",
-        py::arg("seed") = 1, py::arg("workers") = 1, py::arg("poison") = true, py::arg("multiprocessors") = 132,
+        py::arg("seed") = 1, py::arg("workers") = 1, py::arg("poison") = true,
+        py::arg("multiprocessors") = 132,
         "Set how the emulator runs kernels; what is not named goes back to its default.");
 }
 

@@ -78,6 +78,7 @@ py::tuple merge_attention_states(py::handle out_a_in, py::handle lse_a_in, py::h
                             .num_heads = narrow(out_a.shape(1), "num_heads of out_a"),
                             .head_dim = narrow(out_a.shape(2), "head_dim of out_a"),
                             .dtype = out_a.dtype()};
+  require_no_gradient({&out_a, &lse_a, &out_b, &lse_b, &out, &lse});
   const Backend& backend = backend_for(out_a);
   const Context context = context_for(out_a, false);
   if (out_a.size() > 0) {
