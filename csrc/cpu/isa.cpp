@@ -6,14 +6,14 @@
 
 #include "core/check.h"
 
-#if defined(__x86_64__)
+#if defined(PAGED_OPS_X86_KERNELS)
 #include <cpuid.h>
 #endif
 
 namespace paged_ops::cpu {
 
 // Each is the whole of a translation unit with compile flags of its own (isa_*.cpp).
-#if defined(__x86_64__)
+#if defined(PAGED_OPS_X86_KERNELS)
 namespace avx512 {
 extern const Kernels kernels;
 }
@@ -27,7 +27,7 @@ extern const Kernels kernels;
 
 namespace {
 
-#if defined(__x86_64__)
+#if defined(PAGED_OPS_X86_KERNELS)
 
 struct Features {
   bool avx2 = false;    // with FMA and F16C
@@ -60,7 +60,7 @@ struct Entry {
 
 const std::vector<Entry>& table() {
   static const std::vector<Entry> entries = [] {
-#if defined(__x86_64__)
+#if defined(PAGED_OPS_X86_KERNELS)
     const Features found = features();
     // AMX belongs above avx512: same vocabulary, with products of tiles beside those of vectors.
     return std::vector<Entry>{{"avx512", &avx512::kernels, found.avx512},

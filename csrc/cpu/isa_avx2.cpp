@@ -1,11 +1,12 @@
 // Kernels for AVX2. Flags: -O3 -ffp-contract=off -mavx2 -mfma -mf16c.
 // Nothing here may call an inline function or template of a shared header: see kernels.h.
-#if defined(__x86_64__)
+#include "cpu/kernels.h"
+
+#if defined(PAGED_OPS_X86_KERNELS)
 #include <immintrin.h>
 #include <string.h>
 
 #include "core/dtype.h"
-#include "cpu/kernels.h"
 
 namespace paged_ops::cpu::avx2 {
 // clang-format off: each needs those before it

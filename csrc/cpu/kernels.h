@@ -6,6 +6,11 @@
 #include "params/attention.h"
 #include "params/merge_states.h"
 
+// Whether there is more than the scalar kernels. PAGED_OPS_SCALAR_ONLY makes any machine a plain one.
+#if defined(__x86_64__) && !defined(PAGED_OPS_SCALAR_ONLY)
+#define PAGED_OPS_X86_KERNELS
+#endif
+
 // Types and constants only: a function that two translation units with different instruction sets both
 // instantiated would be linked once, from either, and might then run where it cannot.
 namespace paged_ops::cpu {

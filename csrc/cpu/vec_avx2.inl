@@ -47,10 +47,18 @@ inline Vec exp2(Vec x) {
   return _mm256_and_ps(_mm256_cmp_ps(x, broadcast(-126.0f), _CMP_NLT_UQ), _mm256_castsi256_ps(scaled));
 }
 
+// Transposes and adds by halves. Each step joins p and q: a blend takes half the lanes of each, a shuffle
+// the other halves crosswise, and their sum holds the folded p beside the folded q. (Horizontal additions
+// would do too, but shuffles have one port only.)
 inline Vec reduce(const Vec (&x)[kLanes]) {
-  const Vec low = _mm256_hadd_ps(_mm256_hadd_ps(x[0], x[1]), _mm256_hadd_ps(x[2], x[3]));
-  const Vec high = _mm256_hadd_ps(_mm256_hadd_ps(x[4], x[5]), _mm256_hadd_ps(x[6], x[7]));
-  return add(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+  Vec t[4], u[2];
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++)
+    t[i] = add(_mm256_blend_ps(x[i], x[i + 4], 0xf0), _mm256_permute2f128_ps(x[i], x[i + 4], 0x21));
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++)
+    u[i] = add(_mm256_blend_ps(t[i], t[i + 2], 0xcc), _mm256_shuffle_ps(t[i], t[i + 2], 0x4e));
+  return add(_mm256_blend_ps(u[0], u[1], 0xaa), _mm256_permute_ps(_mm256_blend_ps(u[0], u[1], 0x55), 0xb1));
 }
 
 // f32 and f16 pairs keep the elements' order.

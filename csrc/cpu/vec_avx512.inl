@@ -49,21 +49,24 @@ inline Vec exp2(Vec x) {
                                                     _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
 }
 
-// Transposes and adds by halves: 16 sums of 16 lanes for 15 additions and 32 shuffles.
+// Transposes and adds by halves. Each step joins p and q: a blend takes half the lanes of each, a shuffle
+// the other halves crosswise, and their sum holds the folded p beside the folded q. (Two shuffles would do
+// too, but shuffles have one port only.)
 inline Vec reduce(const Vec (&x)[kLanes]) {
-  Vec u[4];
+  const __m512i swap_quarters = _mm512_setr_epi32(4, 5, 6, 7, 16, 17, 18, 19, 12, 13, 14, 15, 24, 25, 26, 27);
+  const __m512i swap_lanes = _mm512_setr_epi32(1, 16, 3, 18, 5, 20, 7, 22, 9, 24, 11, 26, 13, 28, 15, 30);
+  Vec t[8], u[4], v[2];
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++)
+    t[i] = add(_mm512_mask_mov_ps(x[i], 0xff00, x[i + 8]), _mm512_shuffle_f32x4(x[i], x[i + 8], 0x4e));
 #pragma GCC unroll 4
-  for (int i = 0; i < 4; i++) {
-    const auto fold = [](Vec p, Vec q) {  // the upper 256 bits onto the lower, p's result beside q's
-      return add(_mm512_shuffle_f32x4(p, q, 0x44), _mm512_shuffle_f32x4(p, q, 0xee));
-    };
-    const Vec p = fold(x[i], x[i + 8]), q = fold(x[i + 4], x[i + 12]);
-    u[i] = add(_mm512_shuffle_f32x4(p, q, 0x88), _mm512_shuffle_f32x4(p, q, 0xdd));
-  }
-  const Vec p = add(_mm512_unpacklo_ps(u[0], u[1]), _mm512_unpackhi_ps(u[0], u[1]));
-  const Vec q = add(_mm512_unpacklo_ps(u[2], u[3]), _mm512_unpackhi_ps(u[2], u[3]));
-  const Vec sums = add(_mm512_shuffle_ps(p, q, 0x44), _mm512_shuffle_ps(p, q, 0xee));
-  return _mm512_shuffle_f32x4(sums, sums, 0xd8);  // quarters were x[0..], x[8..], x[4..], x[12..]
+  for (int i = 0; i < 4; i++)
+    u[i] = add(_mm512_mask_mov_ps(t[i], 0xf0f0, t[i + 4]),
+               _mm512_permutex2var_ps(t[i], swap_quarters, t[i + 4]));
+#pragma GCC unroll 2
+  for (int i = 0; i < 2; i++)
+    v[i] = add(_mm512_mask_mov_ps(u[i], 0xcccc, u[i + 2]), _mm512_shuffle_ps(u[i], u[i + 2], 0x4e));
+  return add(_mm512_mask_mov_ps(v[0], 0xaaaa, v[1]), _mm512_permutex2var_ps(v[0], swap_lanes, v[1]));
 }
 
 // f32 and f16 pairs keep the elements' order.

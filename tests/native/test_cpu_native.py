@@ -1,0 +1,94 @@
+"""The CPU backend compiled by g++ into a small driver: under sanitizers, and its objects' symbols."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+HERE = Path(__file__).parent
+CSRC = HERE.parent.parent / "csrc"
+X86 = platform.machine() in ("x86_64", "AMD64")
+
+# What CMakeLists.txt gives to each.
+ISA_FLAGS = {
+    "isa_scalar": [],
+    "isa_avx2": ["-mavx2", "-mfma", "-mf16c"],
+    "isa_avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"],
+}
+
+pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
+
+
+def compile_object(source: Path, folder: Path, flags: list[str]) -> Path:
+    target = folder / (source.stem + ".o")
+    isa = [*ISA_FLAGS[source.stem], "-ffp-contract=off"] if source.stem in ISA_FLAGS else []
+    command = [
+        "g++",
+        "-std=c++20",
+        *flags,
+        *(isa if X86 else []),
+        f"-I{CSRC}",
+        "-c",
+        str(source),
+        "-o",
+        str(target),
+    ]
+    subprocess.run(command, check=True)
+    return target
+
+
+def build_driver(folder: Path, sanitizer: str) -> Path:
+    flags = [
+        "-O1",
+        "-w",
+        f"-fsanitize={sanitizer}",
+        "-fno-sanitize-recover=all",
+        "-DPAGED_OPS_POISON_SCRATCH",
+    ]
+    if (
+        sanitizer == "thread"
+    ):  # races are between tasks: one instruction set shows them, and builds everywhere
+        flags.append("-DPAGED_OPS_SCALAR_ONLY")
+    sources = [*sorted((CSRC / "cpu").glob("*.cpp")), HERE / "cpu_driver.cpp"]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        objects = list(pool.map(lambda source: compile_object(source, folder, flags), sources))
+    driver = folder / "cpu_driver"
+    subprocess.run(
+        ["g++", f"-fsanitize={sanitizer}", "-pthread", *map(str, objects), "-o", str(driver)], check=True
+    )
+    return driver
+
+
+@pytest.fixture(scope="module", params=["address,undefined", "thread"])
+def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return build_driver(tmp_path_factory.mktemp("native"), request.param)
+
+
+@pytest.mark.parametrize("part", ["pool", "fork", "kernels"])
+def test_clean_under_sanitizers(driver: Path, part: str) -> None:
+    environment = {
+        **os.environ,
+        "ASAN_OPTIONS": "detect_stack_use_after_return=1",
+        "TSAN_OPTIONS": "die_after_fork=0",
+    }
+    done = subprocess.run([driver, part], env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not X86, reason="other machines have one instruction set")
+@pytest.mark.parametrize("name", ["isa_avx2", "isa_avx512"])
+def test_nothing_shared_is_compiled_for_one_instruction_set(name: str, tmp_path: Path) -> None:
+    """The linker keeps one of the weak symbols of a name: a shared inline function or template that is
+    compiled here too might then run AVX code on a machine without it. Unoptimised, none hides by inlining."""
+    target = compile_object(CSRC / "cpu" / f"{name}.cpp", tmp_path, ["-O0", "-w"])
+    listing = subprocess.run(["nm", "-C", str(target)], check=True, capture_output=True, text=True).stdout
+    namespace = f"paged_ops::cpu::{name.removeprefix('isa_')}::"
+    weak = [line for line in listing.splitlines() if line[17:18] in "WVu"]
+    assert weak, "the kernels themselves are templates: there must be weak symbols"
+    assert [line for line in weak if namespace not in line] == []
