@@ -49,7 +49,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
         return
     cases_for = grid.kwargs["cases"]
     if metafunc.definition.get_closest_marker("slow") and not metafunc.config.getoption("--slow"):
-        targets = targets[:1]  # what will be skipped needs no list
+        cases_for, targets = (lambda target: ["skipped"]), targets[:1]
     pairs = [(target, case) for target in targets for case in cases_for(target)]
     metafunc.parametrize(("target", "case"), pairs, ids=[f"{target}: {case}" for target, case in pairs])
 

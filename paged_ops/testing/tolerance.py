@@ -78,9 +78,10 @@ class Expected:
 def expected_attention(inputs: Inputs) -> Expected:
     """What attention over these (numpy) inputs has to give."""
     case = inputs.case
-    out, lse = inputs.attention(reference)
-    magnitudes = replace(inputs, value_cache=np.abs(inputs.value_cache))
-    weight, _ = magnitudes.attention(reference)  # sum_j p_j |v_j|
+    # |v| beside v: one pass over the keys gives sum_j p_j v_j and sum_j p_j |v_j|.
+    beside = np.concatenate([inputs.value_cache, np.abs(inputs.value_cache)], axis=3)
+    both, lse = replace(inputs, value_cache=beside).attention(reference)
+    out, weight = np.split(both, 2, axis=2)
 
     relative = _exponential_error(inputs)[..., None]
     u = unit_roundoff(case.dtype)
