@@ -125,8 +125,14 @@ __device__ __forceinline__ RowState<kHeadDim> fold_chunks(const AttentionArgs& a
   return result;
 }
 
+// CTAs per multiprocessor that registers must allow. Copies by elements need more of them, and are slow
+// anyway.
 template <class Tile, RowCopy kCopy>
-__global__ void __launch_bounds__(Tile::kWarps* kWarpSize, Tile::kMinCtas)
+constexpr int kMinCtas =
+    kCopy == RowCopy::asynchronous || Tile::kMinCtas == 1 ? Tile::kMinCtas : Tile::kMinCtas - 1;
+
+template <class Tile, RowCopy kCopy>
+__global__ void __launch_bounds__(Tile::kWarps* kWarpSize, kMinCtas<Tile, kCopy>)
     attention_kernel(const AttentionArgs a) {
   using T = typename Tile::Element;
   using Shared = AttentionShared<Tile, kCopy>;

@@ -37,36 +37,52 @@ class MmaTile {
   using Shape = MmaShape<kDim, kColumnTiles>;
   static constexpr int kHeadDim = kDim, kColumns = 8 * kColumnTiles, kWarps = 4;
   static constexpr int kStages = Shape::kStages, kMinCtas = Shape::kMinCtas;
-  static constexpr int kScratchNbytes = 0;
+  // Q stays in registers where they suffice, else in shared memory, laid out like 16 rows of K.
+  static constexpr bool kQueryInRegisters = kDim * kColumnTiles < 512;
   using Slot = SwizzledSlot<kDim* int(sizeof(T))>;
+  static constexpr int kScratchNbytes = kQueryInRegisters ? 0 : Slot::kNbytes;
 
   // K's matrices are (rows 0-7 | 8-15) x (dims 0-7 | 8-15); V's the other way round, as its fragments are
   // transposed.
-  __device__ __forceinline__ MmaTile(int /*warp*/, int lane, unsigned char* /*scratch*/)
+  __device__ __forceinline__ MmaTile(int /*warp*/, int lane, unsigned char* scratch)
       : g_(lane >> 2),
         t_(lane & 3),
         key_at_(Slot::at(lane & 15, lane >> 4)),
-        value_at_(Slot::at((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1)) {}
+        value_at_(Slot::at((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1)),
+        query_rows_(scratch) {}
 
-  // Q as the B operand: for column g, pairs of dims (2t, 2t+1) and (8+2t, 9+2t) of each 16.
+  // Columns and dims that are absent are zeros. Rows may be no better aligned than their elements.
   __device__ __forceinline__ void load_query(const AttentionArgs& a, const ColumnTile& tile, int kv_head) {
+    const auto row_at = [&](int column) {
+      const Row row = row_of(a, tile, kv_head, min(column, tile.num_columns - 1));
+      return reinterpret_cast<const T*>(static_cast<const char*>(a.op.query) +
+                                        row.token * a.op.query_stride_token +
+                                        row.head * a.op.query_stride_head);
+    };
+    const auto element = [&](const T* q, int column, int dim) {
+      return column < tile.num_columns && dim < a.op.kv.key_head_dim ? q[dim] : T{};
+    };
+    if constexpr (kQueryInRegisters) {
+      // As the B operand: for column g, pairs of dims (2t, 2t+1) and (8+2t, 9+2t) of each 16.
 #pragma unroll
-    for (int n = 0; n < kColumnTiles; n++) {
-      const int column = n * 8 + g_;
-      const bool valid = column < tile.num_columns;
-      const Row row = row_of(a, tile, kv_head, valid ? column : 0);
-      const T* q =
-          reinterpret_cast<const T*>(static_cast<const char*>(a.op.query) +
-                                     row.token * a.op.query_stride_token + row.head * a.op.query_stride_head);
+      for (int n = 0; n < kColumnTiles; n++) {
+        const int column = n * 8 + g_;
+        const T* q = row_at(column);
 #pragma unroll
-      for (int k = 0; k < kDim / 16; k++)
+        for (int k = 0; k < kDim / 16; k++)
 #pragma unroll
-        for (int h = 0; h < 2; h++) {
-          const int dim = k * 16 + h * 8 + t_ * 2;
-          uint32_t pair = 0;  // rows may be no better aligned than their elements
-          if (valid && dim < a.op.kv.key_head_dim) pair = q[dim].bits | uint32_t(q[dim + 1].bits) << 16;
-          query_[n][k][h] = pair;
-        }
+          for (int h = 0; h < 2; h++) {
+            const int dim = k * 16 + h * 8 + t_ * 2;
+            query_[k][n][h] = element(q, column, dim).bits | uint32_t(element(q, column, dim + 1).bits) << 16;
+          }
+      }
+    } else {
+      for (int column = 0; column < kColumns; column++) {
+        const T* q = row_at(column);
+        for (int dim = threadIdx.x; dim < kDim; dim += kWarps * kWarpSize)
+          *reinterpret_cast<T*>(query_rows_ + Slot::at(column, dim / 8) + dim % 8 * sizeof(T)) =
+              element(q, column, dim);
+      }
     }
   }
 
@@ -92,8 +108,14 @@ class MmaTile {
     for (int k = 0; k < kDim / 16; k++) {
       uint32_t rows[4];
       ptx::ldmatrix_x4(rows, keys.at + Slot::right(key_at_, 2 * k));
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; n++) ptx::mma_m16n8k16<T>(score_[n][k & 1], rows, query_[n][k]);
+      if constexpr (kQueryInRegisters) {
+        score_columns(k, rows, query_[k]);
+      } else {
+        uint32_t q[4];  // columns (0-7 | 8-15) x dims (0-7 | 8-15)
+        ptx::ldmatrix_x4(q, ptx::smem_addr(query_rows_) + Slot::right(key_at_, 2 * k));
+        const uint32_t operand[2][2] = {{q[0], q[2]}, {q[1], q[3]}};
+        score_columns(k, rows, operand);
+      }
     }
   }
 
@@ -208,6 +230,12 @@ class MmaTile {
   }
 
  private:
+  __device__ __forceinline__ void score_columns(int k, const uint32_t (&rows)[4],
+                                                const uint32_t (&query)[kColumnTiles][2]) {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++) ptx::mma_m16n8k16<T>(score_[n][k & 1], rows, query[n]);
+  }
+
   __device__ __forceinline__ bool all_finite(SharedSlot values) const {
     constexpr uint32_t kExponent = dtype_of<T>::value == DType::f16 ? 0x7c00u : 0x7f80u;
     bool finite = true;
@@ -221,7 +249,8 @@ class MmaTile {
 
   int g_, t_;  // row (or column) and pair that this lane has of a matrix
   unsigned key_at_, value_at_;
-  uint32_t query_[kColumnTiles][kDim / 16][2];
+  unsigned char* query_rows_;
+  uint32_t query_[kQueryInRegisters ? kDim / 16 : 1][kColumnTiles][2];
   float m_[kColumnTiles][2], l_[kColumnTiles][2], out_[kColumnTiles][kDim / 16][4];
   float score_[kColumnTiles][2][4];
   uint32_t probability_[kColumnTiles][2];

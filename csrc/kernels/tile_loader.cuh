@@ -111,7 +111,7 @@ class TileLoader {
     if (tile < num_tiles_) {
       const int copy_row = lane_ / kLanesPerRow, copy_piece = lane_ % kLanesPerRow;
       const int rows = end_ - first_token(tile) - copy_row;
-#pragma unroll
+#pragma unroll(kCopy == RowCopy::asynchronous ? kTileTokens : 1)
       for (int r = 0; r < kTileTokens; r += kRowsPerCopy) {
         const char* source = base + __shfl_sync(kAllLanes, row_offset_, owner + copy_row + r);
 #pragma unroll
