@@ -30,6 +30,10 @@ class Usage:
         return self.used_blocks * self.block_size
 
     @property
+    def saved_slots(self) -> int:
+        return self.saved_blocks * self.block_size
+
+    @property
     def wasted_slots(self) -> int:
         """In used blocks, but empty: less than a block per sequence, and what was just handed to a prompt."""
         return self.used_slots - self.filled_slots
@@ -70,18 +74,21 @@ class Accounting:
     steps: int = 0
     used_slots: int = 0
     filled_slots: int = 0
+    saved_slots: int = 0
     token_states: int = 0
     reserved_by_context: int = 0
     reserved_by_request: int = 0
     peak_used_blocks: int = 0
     peak_saved_blocks: int = 0
     peak_reserved_by_context: int = 0
+    peak_reserved_by_request: int = 0
 
     def observe(self, now: Usage) -> None:
         self.steps += 1
         for name in (
             "used_slots",
             "filled_slots",
+            "saved_slots",
             "token_states",
             "reserved_by_context",
             "reserved_by_request",
@@ -90,11 +97,18 @@ class Accounting:
         self.peak_used_blocks = max(self.peak_used_blocks, now.used_blocks)
         self.peak_saved_blocks = max(self.peak_saved_blocks, now.saved_blocks)
         self.peak_reserved_by_context = max(self.peak_reserved_by_context, now.reserved_by_context)
+        self.peak_reserved_by_request = max(self.peak_reserved_by_request, now.reserved_by_request)
 
     @property
     def utilisation(self) -> float:
         """Share of the used KV memory that holds token state, over all steps."""
         return self.filled_slots / self.used_slots if self.used_slots else 1.0
+
+    @property
+    def sharing(self) -> float:
+        """Share of the blocks that sharing saved, of those needed without it, over all steps."""
+        needed = self.used_slots + self.saved_slots
+        return self.saved_slots / needed if needed else 0.0
 
     @property
     def utilisation_by_context(self) -> float:
