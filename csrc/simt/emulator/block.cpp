@@ -57,9 +57,10 @@ uint3 unflatten(uint64_t i, dim3 shape) {
           unsigned(i / (uint64_t(shape.x) * shape.y))};
 }
 
-// Tokens: one for a launch, two per block barrier and warp barrier (odd and even meetings).
-constexpr int kLaunchToken = 0, kDoneToken = 1;
-char launch_tokens[16];
+// What ThreadSanitizer knows the start and the end of launches by.
+alignas(8) char launch_start[8], launch_end[8];
+// Tokens of a block: its barrier's and its warps' barriers', of even and of odd meetings.
+constexpr int kNumTokens = 2 + 2 * kMaxThreadsPerBlock / kWarpSize;
 int barrier_token(uint32_t meeting) { return int(meeting & 1); }
 int warp_token(int warp, uint32_t meeting) { return 2 + warp * 2 + int(meeting & 1); }
 
@@ -146,6 +147,34 @@ void CopyQueue::clear() {
   num_groups_ = 0;
 }
 
+// ---- fences ------------------------------------------------------------------------------------
+//
+// ThreadSanitizer knows no fences, so it is told what they order: what a thread wrote before a fence and a later
+// atomic operation on x is seen by who did an atomic operation on x and then a fence.
+
+void Block::fence() {
+#if SIMT_TSAN
+  Quiet quiet;
+  current_fiber->fenced = true;
+  for (void* address : atomics_seen_) observe(address);
+#else
+  std::atomic_thread_fence(std::memory_order_seq_cst);
+#endif
+}
+
+void Block::before_atomic(void* address) {
+  if (!SIMT_TSAN) return;
+  Quiet quiet;
+  if (current_fiber->fenced) publish(address);
+}
+
+void Block::after_atomic(void* address) {
+  if (!SIMT_TSAN) return;
+  Quiet quiet;
+  if (std::find(atomics_seen_.begin(), atomics_seen_.end(), address) == atomics_seen_.end())
+    atomics_seen_.push_back(address);
+}
+
 // ---- shared memory -----------------------------------------------------------------------------
 
 namespace {
@@ -196,9 +225,6 @@ void* SharedMemory::variable(const void* key, size_t nbytes, size_t alignment, c
 
 // ---- the scheduler -----------------------------------------------------------------------------
 
-Block::Block() : tokens_(map_pages(nullptr, kPage)) {}
-Block::~Block() { munmap(tokens_, kPage); }
-
 uint64_t Block::random() {
   random_state_ = mix(random_state_);
   return random_state_ >> 20;
@@ -248,8 +274,12 @@ SIMT_UNSEEN void Block::suspend(Fiber& self, Fiber::State state, const Site& sit
 
 // The calling fiber has ended, or failed; the scheduler's own stack takes over.
 SIMT_UNSEEN void Block::leave(Fiber& self) {
-  Fiber* other = failure_ ? nullptr : next();
-  current_fiber = other;
+  Fiber* other;
+  {
+    Quiet quiet;
+    other = failure_ ? nullptr : next();
+    current_fiber = other;
+  }
   Context::switch_stack(self.context, other ? other->context : scheduler_, /*for_good=*/true);
 }
 
@@ -257,12 +287,12 @@ SIMT_UNSEEN void Block::thread_main() {
   Fiber& self = *current_fiber;
   Block& block = *self.block;
   Context::arrived(self.context);
-  observe(&launch_tokens[kLaunchToken * 8]);
+  observe(launch_start);
   // Nothing may unwind past this frame: there is no caller. And the handler must end before the switch,
   // because exceptions being handled belong to the OS thread, not to the fiber.
   try {
     (*block.thread_body_)();
-    publish(&launch_tokens[kDoneToken * 8]);  // before what follows the launch, not before other blocks
+    publish(launch_end);  // before what follows the launch, not before other blocks
     Quiet quiet;
     if (const Site* site = self.copies.in_flight())
       fault("a thread returns with this copy still in flight", *site);
@@ -382,16 +412,14 @@ void Block::run(const std::function<void()>& thread_body, dim3 grid, dim3 shape,
   block_idx = index;
   thread_body_ = &thread_body;
   failure_ = nullptr;
-  saw_atomic = false;
+  atomics_seen_.clear();
   random_state_ = mix(config().seed) ^ mix(linear_index);
   num_done_ = num_at_barrier_ = 0;
   barrier_meeting_ = 0;
   barrier_count_[0] = barrier_count_[1] = 0;
   ready_.clear();
   ready_head_ = 0;
-#if SIMT_TSAN
-  map_pages(tokens_, kPage);
-#endif
+  if (SIMT_TSAN || !tokens_) tokens_ = std::make_unique<char[]>(8 * kNumTokens);
   shared.reset(dynamic_shared_nbytes, config().poison);
   for (int w = 0; w < num_warps; ++w) {
     const int num_lanes = std::min(kWarpSize, num_threads_ - w * kWarpSize);
@@ -408,6 +436,7 @@ void Block::run(const std::function<void()>& thread_body, dim3 grid, dim3 shape,
     fiber.thread_idx = unflatten(uint64_t(i), shape);
     fiber.waits_at = {};
     fiber.copies.clear();
+    fiber.fenced = false;
     fiber.context.restart(&Block::thread_main);
     make_ready(fiber);
   }
@@ -482,7 +511,7 @@ void run_grid(dim3 grid, dim3 block, size_t dynamic_shared_nbytes, const std::fu
   std::atomic<bool> failed{false};
   std::exception_ptr failure;
   auto work = [&] {
-    publish(&launch_tokens[kLaunchToken * 8]);
+    publish(launch_start);
     std::unique_ptr<Block> runner = block_pool().take();
     try {
       for (uint64_t i; !failed.load() && (i = next.fetch_add(1)) < num_blocks;) {
@@ -495,7 +524,7 @@ void run_grid(dim3 grid, dim3 block, size_t dynamic_shared_nbytes, const std::fu
       if (!failed.exchange(true)) failure = std::current_exception();
     }
     block_pool().give_back(std::move(runner));
-    observe(&launch_tokens[kDoneToken * 8]);
+    observe(launch_end);
   };
 
   const int num_workers = int(std::min<uint64_t>(std::max(1, how.workers), num_blocks));

@@ -50,7 +50,10 @@ class CopyQueue {
  public:
   // Copies 16 bytes, or writes 16 zeros when `source` is null.
   void issue(Block& block, void* destination, const void* source, const Site& site);
-  void commit() { ++num_groups_; }
+  void commit() {
+    Quiet quiet;
+    ++num_groups_;
+  }
   // Lands all but the `num_left` youngest committed groups.
   void wait(uint64_t num_left);
   void wait_all();
@@ -87,6 +90,7 @@ struct Fiber {
   State state = State::done;
   Site waits_at;
   CopyQueue copies;
+  bool fenced = false;  // has executed a fence
 };
 
 // Where the lanes named in a mask meet and see each other's values. The values of one meeting stay until the
@@ -136,9 +140,6 @@ class SharedMemory {
 };
 
 struct Block {
-  Block();
-  ~Block();
-
   // Runs all threads of block `block_idx` to their end. Throws Fault.
   void run(const std::function<void()>& thread_body, dim3 grid, dim3 shape, uint3 index,
            uint64_t linear_index, size_t dynamic_shared_nbytes);
@@ -152,14 +153,17 @@ struct Block {
     bool* combined;
   };
   Meeting meet(uint32_t mask, const void* value, size_t nbytes, bool ordered, const Site& site);
+  // __threadfence, and what it orders. An atomic operation of any thread of the block, followed by a fence of any
+  // other, counts as of one thread: there is a barrier between them, or ThreadSanitizer reports another race.
+  void fence();
+  void before_atomic(void* address);
+  void after_atomic(void* address);
   uint64_t random();
 
   dim3 grid_dim;
   dim3 block_dim;
   uint3 block_idx{};
   SharedMemory shared;
-  bool saw_atomic = false;  // some thread of the block has done an atomic operation
-
  private:
   static void thread_main();
   void suspend(Fiber& self, Fiber::State state, const Site& site);
@@ -169,7 +173,7 @@ struct Block {
   void release_barrier();
   Rendezvous& rendezvous(Fiber& self, uint32_t mask, const Site& site);
   void report_deadlock() const;
-  void* token(int which) const { return tokens_ + 8 * which; }
+  void* token(int which) const { return &tokens_[8 * which]; }
 
   std::vector<std::unique_ptr<Fiber>> fibers_;
   std::vector<std::unique_ptr<Warp>> warps_;
@@ -182,10 +186,11 @@ struct Block {
   int barrier_count_[2] = {};
   Site barrier_site_;
   Context scheduler_;
+  std::vector<void*> atomics_seen_;
   const std::function<void()>* thread_body_ = nullptr;
   std::exception_ptr failure_;
   uint64_t random_state_ = 1;
-  char* tokens_;  // what ThreadSanitizer knows the barriers by
+  std::unique_ptr<char[]> tokens_;  // what ThreadSanitizer knows the barriers by, new for each block
 };
 
 // The fiber that this OS thread is running. Kernels ask for it all the time; a call to __tls_get_addr each

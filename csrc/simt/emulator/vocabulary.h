@@ -56,18 +56,17 @@ template <class T, class F>
 T atomic_update(T* p, F f, const char* op, const std::source_location& where) {
   static_assert(sizeof(T) == 4 || sizeof(T) == 8);
   if (reinterpret_cast<uintptr_t>(p) % sizeof(T)) fault("misaligned address", {op, where});
+  Block& block = *current_fiber->block;
+  block.before_atomic(p);
   using Bits = std::conditional_t<sizeof(T) == 4, uint32_t, uint64_t>;
   Bits* bits = reinterpret_cast<Bits*>(p);
   Bits old = __atomic_load_n(bits, __ATOMIC_RELAXED);
   while (!__atomic_compare_exchange_n(bits, &old, std::bit_cast<Bits>(T(f(std::bit_cast<T>(old)))), false,
                                       __ATOMIC_RELAXED, __ATOMIC_RELAXED)) {
   }
-  Quiet quiet;
-  current_fiber->block->saw_atomic = true;
+  block.after_atomic(p);
   return std::bit_cast<T>(old);
 }
-
-inline char fence_token[8];
 
 }  // namespace paged_ops::simt
 
@@ -95,15 +94,7 @@ inline void __syncwarp(uint32_t mask = 0xffffffffu,
   ::paged_ops::simt::current_fiber->block->meet(mask, nullptr, 0, /*ordered=*/true, {"__syncwarp", where});
 }
 
-// Before an atomic operation a fence publishes what was written; after one it lets the writes of others be
-// seen. ThreadSanitizer knows no fences, so the two roles are told apart by whether the block has seen an
-// atomic operation.
-inline void __threadfence() {
-  __atomic_thread_fence(__ATOMIC_SEQ_CST);
-  ::paged_ops::simt::publish(::paged_ops::simt::fence_token);
-  if (::paged_ops::simt::current_fiber->block->saw_atomic)
-    ::paged_ops::simt::observe(::paged_ops::simt::fence_token);
-}
+inline void __threadfence() { ::paged_ops::simt::current_fiber->block->fence(); }
 inline void __threadfence_block() {}
 
 // ---- warp collectives -----------------------------------------------------------------------------
