@@ -3,7 +3,6 @@
 
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <array>
 
 namespace paged_ops::bind {
@@ -170,12 +169,15 @@ void Array::require_valid(Use use) const {
   if (use == Use::input) return;
   PAGED_OPS_REQUIRE(!readonly_, name_, ": is read-only");
   if (size() == 0) return;
-  // Sorted by stride, each dimension must step over everything the smaller ones span.
+  // Sorted by stride (by insertion: dimensions are few), each must step over all that the smaller ones span.
   std::array<int, kMaxDims> order;
   int dims = 0;
-  for (int i = 0; i < ndim_; i++)
-    if (shape_[i] > 1) order[dims++] = i;
-  std::sort(order.begin(), order.begin() + dims, [&](int a, int b) { return stride_[a] < stride_[b]; });
+  for (int i = 0; i < ndim_; i++) {
+    if (shape_[i] <= 1) continue;
+    int at = dims++;
+    for (; at > 0 && stride_[order[at - 1]] > stride_[i]; at--) order[at] = order[at - 1];
+    order[at] = i;
+  }
   int64_t span = 1;
   for (int i = 0; i < dims; i++) {
     const int dim = order[i];
@@ -253,8 +255,8 @@ void Array::require_dtype(DType wanted) const {
 
 void Array::require_last_contiguous() const {
   const int last = ndim_ - 1;
-  PAGED_OPS_REQUIRE(stride_[last] == 1 || shape_[last] <= 1 || size() == 0, name_, ": stride of the last dimension is ",
-                    stride_[last], ", wanted 1");
+  PAGED_OPS_REQUIRE(stride_[last] == 1 || shape_[last] <= 1 || size() == 0, name_,
+                    ": stride of the last dimension is ", stride_[last], ", wanted 1");
 }
 
 void Array::require_contiguous() const {
