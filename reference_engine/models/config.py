@@ -20,17 +20,15 @@ class ModelError(ValueError):
 class RopeConfig:
     """Rotary position embedding (Su et al., RoFormer, arXiv:2104.09864).
 
-    Pair i of a head's dimensions turns by `frequencies[i] * position` radians.
+    Pair i of a head's dimensions, (2i, 2i + 1), turns by `frequencies[i] * position` radians. Checkpoints
+    that pair i with i + head_dim / 2 instead are brought into this order when they are loaded.
 
     Attributes:
         frequencies: radians per position, one per pair: [head_dim / 2]. Context extension by rescaled
             frequencies is already applied.
-        interleaved: pair i is (2i, 2i + 1), as in the paper and in GGUF's llama; else (i, i + head_dim / 2),
-            as in Hugging Face checkpoints.
     """
 
     frequencies: tuple[float, ...]
-    interleaved: bool = False
 
 
 def check_head_dim(head_dim: int) -> None:

@@ -6,7 +6,7 @@ import math
 import mmap
 import struct
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -291,7 +291,10 @@ def read_config(file: GgufFile) -> tuple[ModelConfig, Naming]:
         )
     except ModelError as error:
         raise error if str(file.path) in str(error) else ModelError(f"{file.path}: {error}") from None
-    return config, _GPT2_NAMING if gpt2 else _NAMING
+    if gpt2:
+        return config, _GPT2_NAMING
+    # The converter brings llama's query and key rows into pairs of neighbours; others keep halves.
+    return config, replace(_NAMING, rotary_halves=kind != "llama")
 
 
 def _rope(file: GgufFile, kind: str, head_dim: int) -> RopeConfig:
@@ -317,8 +320,7 @@ def _rope(file: GgufFile, kind: str, head_dim: int) -> RopeConfig:
                 f"got {len(divisors)}"
             )
         frequencies = tuple(f / divisor for f, divisor in zip(frequencies, divisors, strict=True))
-    # The converter permutes llama's query and key rows so that pairs are neighbours; others keep halves.
-    return RopeConfig(frequencies, interleaved=kind == "llama")
+    return RopeConfig(frequencies)
 
 
 def ignorable() -> set[str]:

@@ -38,6 +38,7 @@ _LLAMA_NAMING = Naming(
     down="mlp.down_proj",
     final_norm="model.norm",
     unembedding="lm_head",
+    rotary_halves=True,
 )
 _GPT2_NAMING = Naming(
     embedding="transformer.wte",
@@ -266,7 +267,7 @@ def _rope(fields: _Fields, head_dim: int, max_positions: int) -> RopeConfig:
         raise ModelError(
             f"{fields.path}: rope type {kind!r} is not supported; supported are default, linear and llama3"
         )
-    return RopeConfig(frequencies, interleaved=False)
+    return RopeConfig(frequencies)
 
 
 class SafetensorsFolder:

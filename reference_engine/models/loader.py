@@ -98,8 +98,7 @@ def _load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device | str
         )
     dtype = dtype or file.dtype(f"{naming.layer.format(0)}.{naming.down}.weight") or _fast_dtype(device)
     decoder = _decoder(config, naming, file, gguf_file.ignorable(), dtype, device)
-    name = file.metadata.get("general.name") or path.stem
-    return LoadedModel(str(name), path, config, decoder, tokenizer, tokenizer.eos_token_ids)
+    return LoadedModel(path.stem, path, config, decoder, tokenizer, tokenizer.eos_token_ids)
 
 
 def _decoder(

@@ -109,8 +109,8 @@ class TextStream:
     shown for a token can depend on its neighbours (a character spread over tokens, a space that only stands
     between words), so each piece is the difference that the new tokens make behind the last few old ones.
 
-    One exception: sentencepiece's byte fallback judges a run of byte tokens as a whole, so that a later broken
-    byte would turn the run's whole characters, shown already, into U+FFFD.
+    One exception: sentencepiece's byte fallback judges a run of byte tokens as a whole, so that a later
+    broken byte would turn the run's whole characters, shown already, into U+FFFD.
     """
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:

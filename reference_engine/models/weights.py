@@ -28,10 +28,11 @@ class TensorSource(Protocol):
 
 @dataclass(frozen=True)
 class Naming:
-    """A checkpoint format's names. `layer` has a {} for the layer's number; names inside a layer follow it.
+    """A checkpoint format's names: `layer` has a {} for the layer's number, names inside a layer follow it.
 
     Either `qkv` names a fused projection, or `query`, `key` and `value` name three.
-    `transposed` projections are stored [in, out].
+    `transposed` projections are stored [in, out]. With `rotary_halves`, rotary pairs are
+    (i, i + head_dim / 2).
     """
 
     embedding: str
@@ -50,15 +51,25 @@ class Naming:
     value: str = ""
     positions: str = ""
     transposed: bool = False
+    rotary_halves: bool = False
 
 
 @dataclass(frozen=True)
 class Piece:
-    """One checkpoint tensor, and the shape it must have in the file."""
+    """One checkpoint tensor: its shape in the file, and what brings it into the decoder's order."""
 
     name: str
     shape: tuple[int, ...]
     transposed: bool = False
+    num_split_heads: int = 0  # heads whose rows lie in rotary halves
+
+    def arrange(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The tensor as the decoder wants it."""
+        if self.transposed:
+            tensor = tensor.t()
+        if self.num_split_heads:
+            tensor = tensor.unflatten(0, (self.num_split_heads, 2, -1)).transpose(1, 2).flatten(0, 2)
+        return tensor
 
 
 Plan = Iterator[tuple[str, list[Piece]]]
@@ -69,54 +80,57 @@ def weight_plan(config: ModelConfig, naming: Naming) -> Plan:
 
     One by one, so that a configuration that claims a billion layers fails at the first one that is not there.
     """
-    hidden, inner, dim = config.hidden_size, config.intermediate_size, config.head_dim
+    hidden, inner = config.hidden_size, config.intermediate_size
+    q_heads, kv_heads = config.num_q_heads, config.num_kv_heads
 
-    def vector(target: str, *parts: tuple[str, int]) -> Plan:
-        yield target, [Piece(name, (size,)) for name, size in parts]
-
-    def projection(target: str, in_size: int, bias: bool, *parts: tuple[str, int]) -> Plan:
-        def shape(out_size: int) -> tuple[int, int]:
-            return (in_size, out_size) if naming.transposed else (out_size, in_size)
-
-        yield (
-            f"{target}.weight",
-            [Piece(f"{name}.weight", shape(out_size), naming.transposed) for name, out_size in parts],
-        )
-        if bias:
-            yield from vector(f"{target}.bias", *((f"{name}.bias", out) for name, out in parts))
+    def vector(target: str, name: str) -> Plan:
+        yield target, [Piece(name, (hidden,))]
 
     def norm(target: str, name: str) -> Plan:
-        yield from vector(f"{target}.weight", (f"{name}.weight", hidden))
+        yield from vector(f"{target}.weight", f"{name}.weight")
         if config.norm == "layer":
-            yield from vector(f"{target}.bias", (f"{name}.bias", hidden))
+            yield from vector(f"{target}.bias", f"{name}.bias")
+
+    def projection(target: str, in_size: int, bias: bool, *parts: tuple[str, int, int]) -> Plan:
+        """Parts are (name, rows, heads in rotary halves)."""
+
+        def weight(name: str, rows: int, split: int) -> Piece:
+            shape = (in_size, rows) if naming.transposed else (rows, in_size)
+            return Piece(f"{name}.weight", shape, naming.transposed, split)
+
+        yield f"{target}.weight", [weight(*part) for part in parts]
+        if bias:
+            yield f"{target}.bias", [Piece(f"{n}.bias", (rows,), False, split) for n, rows, split in parts]
 
     yield "embedding", [Piece(f"{naming.embedding}.weight", (config.vocab_size, hidden))]
     if config.rope is None:
         yield "position_embedding", [Piece(f"{naming.positions}.weight", (config.max_positions, hidden))]
-    q_size, kv_size = config.num_q_heads * dim, config.num_kv_heads * dim
     for index in range(config.num_layers):
-        target, prefix = f"layers.{index}", naming.layer.format(index) + "."
+        target, prefix = f"layers.{index}.", naming.layer.format(index) + "."
         if naming.qkv:
-            heads = [(prefix + naming.qkv, q_size + 2 * kv_size)]
+            heads = [(naming.qkv, config.num_heads_fused, False)]
         else:
+            halves = naming.rotary_halves
             heads = [
-                (prefix + naming.query, q_size),
-                (prefix + naming.key, kv_size),
-                (prefix + naming.value, kv_size),
+                (naming.query, q_heads, halves),
+                (naming.key, kv_heads, halves),
+                (naming.value, kv_heads, False),
             ]
-        names = [naming.gate, naming.up] if config.gated_mlp else [naming.up]
-        yield from norm(f"{target}.attention_norm", prefix + naming.attention_norm)
-        yield from projection(f"{target}.qkv", hidden, config.attention_bias, *heads)
+        qkv = [(prefix + name, n * config.head_dim, n if split else 0) for name, n, split in heads]
+        inputs = [naming.gate, naming.up] if config.gated_mlp else [naming.up]
+        output = (prefix + naming.attention_output, hidden, 0)
+        yield from norm(target + "attention_norm", prefix + naming.attention_norm)
+        yield from projection(target + "qkv", hidden, config.attention_bias, *qkv)
         yield from projection(
-            f"{target}.attention_output",
-            q_size,
-            config.attention_output_bias,
-            (prefix + naming.attention_output, hidden),
+            target + "attention_output", q_heads * config.head_dim, config.attention_output_bias, output
         )
-        yield from norm(f"{target}.mlp_norm", prefix + naming.mlp_norm)
-        inputs = [(prefix + name, inner) for name in names]
-        yield from projection(f"{target}.mlp_input", hidden, config.mlp_bias, *inputs)
-        yield from projection(f"{target}.mlp_output", inner, config.mlp_bias, (prefix + naming.down, hidden))
+        yield from norm(target + "mlp_norm", prefix + naming.mlp_norm)
+        yield from projection(
+            target + "mlp_input", hidden, config.mlp_bias, *((prefix + name, inner, 0) for name in inputs)
+        )
+        yield from projection(
+            target + "mlp_output", inner, config.mlp_bias, (prefix + naming.down, hidden, 0)
+        )
     yield from norm("final_norm", naming.final_norm)
     if not config.tied_embeddings:
         yield "unembedding", [Piece(f"{naming.unembedding}.weight", (config.vocab_size, hidden))]
@@ -158,8 +172,7 @@ def fill(decoder: Decoder, plan: Plan, source: TensorSource) -> None:
     for target, parts in plan:
         parameter, row = unfilled.pop(target), 0
         for piece in parts:
-            tensor = source.read(piece.name)
-            tensor = tensor.t() if piece.transposed else tensor
+            tensor = piece.arrange(source.read(piece.name))
             parameter[row : row + tensor.shape[0]].copy_(tensor)
             row += tensor.shape[0]
     assert not unfilled, f"the plan leaves out {sorted(unfilled)}"
