@@ -9,7 +9,6 @@ from rich.console import Console, Group, RenderableType
 from rich.padding import Padding
 from rich.panel import Panel
 from rich.rule import Rule
-from rich.table import Table
 from rich.text import Text
 
 from reference_engine.engine import Completion, Engine
@@ -159,11 +158,9 @@ class View:
                 self._print(line, 1)
             self.console.print(self._legend())
         self.console.print(Rule("Summary", style="dim"))
-        table = Table.grid(padding=(0, 2))
         completions = [completion for talk in self.talks for completion in talk.completions]
         for label, value in summary(self.engine, completions, seconds):
-            table.add_row(Text(label, style="bold"), value)
-        self._print(table, 1)
+            self._print(Text.assemble((f"{label:<21}", "bold"), value), 1)
 
     def _print(self, what: RenderableType, indent: int) -> None:
         self.console.print(Padding(what, (0, 1, 0, indent), expand=False))

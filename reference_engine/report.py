@@ -39,7 +39,7 @@ def summary(engine: Engine, completions: Sequence[Completion], seconds: float) -
             f"{accounting.sharing:.1%} saved, at most {accounting.peak_saved_blocks} at once, "
             f"{counters.copied_blocks} copied on write",
         ),
-        ("Prefix cache", f"knew {counters.hit_tokens} of {counters.lookup_tokens} prompt tokens"),
+        ("Prefix cache", f"knew {counters.hit_tokens} of {counters.lookup_tokens} tokens looked up"),
         ("Preemptions", f"{counters.preemptions}, {counters.recomputed_tokens} tokens computed again"),
     ]
 

@@ -65,6 +65,7 @@ class Sequence:
     state: State = State.WAITING
     finish_reason: FinishReason | None = None
     error: str = ""
+    most_computed: int = 0  # the largest num_computed ever: below it, tokens are computed again
     num_preemptions: int = 0
     # Where this sequence's published prefix ends in the prefix index, and how many blocks long it is.
     published: Entry | None = field(default=None, repr=False)
@@ -102,6 +103,7 @@ class Sequence:
             self.table.fork(),
             self.num_computed,
             self.state,
+            most_computed=self.most_computed,
             published=self.published,
             num_published=self.num_published,
         )

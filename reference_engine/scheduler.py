@@ -51,8 +51,8 @@ class Counters:
 
     steps: int = 0
     computed_tokens: int = 0
+    recomputed_tokens: int = 0  # of these, computed before and lost to a preemption
     preemptions: int = 0
-    recomputed_tokens: int = 0  # computed before, and lost to a preemption
     copied_blocks: int = 0
     lookup_tokens: int = 0  # known tokens of admitted sequences
     hit_tokens: int = 0  # of these, found in the prefix index
@@ -274,7 +274,6 @@ class Scheduler:
 
     def _preempt(self, sequence: Sequence) -> None:
         self.counters.preemptions += 1
-        self.counters.recomputed_tokens += sequence.num_computed
         sequence.num_preemptions += 1
         self._release(sequence)
         self.running.remove(sequence)
@@ -305,7 +304,9 @@ class Scheduler:
             sequence = span.sequence
             if sequence.state is not State.RUNNING:
                 continue  # aborted while the step was under way
+            self.counters.recomputed_tokens += max(0, min(sequence.most_computed, span.stop) - span.start)
             sequence.num_computed = span.stop
+            sequence.most_computed = max(sequence.most_computed, span.stop)
             if self.config.prefix_caching:
                 self._publish(sequence)
             if span.samples:

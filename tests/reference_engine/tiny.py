@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import tokenizers
 import torch
@@ -88,3 +90,37 @@ def alone(model: LoadedModel, prompt: list[int], params: SamplingParams, sample_
         ends = token in params.stop_token_ids or (token in model.eos_token_ids and not params.ignore_eos)
         if ends or len(output) == params.max_tokens or len(tokens) == model.config.max_positions:
             return output
+
+
+CHAT_TEMPLATE = "{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}<assistant>"
+
+
+def save_checkpoint(kind: str, folder: Path) -> Any:
+    """A small random Hugging Face checkpoint with the byte tokenizer; returns the transformers model."""
+    import transformers
+
+    torch.manual_seed(3)
+    shared = {"vocab_size": 257, "bos_token_id": EOS, "eos_token_id": EOS}
+    if kind == "gpt2":
+        config = transformers.GPT2Config(**shared, n_embd=64, n_layer=2, n_head=4, n_positions=128)
+        model = transformers.GPT2LMHeadModel(config)
+    else:
+        config = transformers.LlamaConfig(
+            **shared,
+            hidden_size=64,
+            intermediate_size=96,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            tie_word_embeddings=False,
+        )
+        model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 2:
+                parameter.normal_(0, 0.2)
+    model.save_pretrained(folder)
+    byte_tokenizer().backend.save(str(folder / "tokenizer.json"))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT_TEMPLATE}))
+    return model.eval()
