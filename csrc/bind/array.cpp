@@ -78,6 +78,12 @@ dlpack::DataType numpy_type_cached(py::handle object) {
   return type;
 }
 
+// The framework refused (a meta tensor, a sparse one): its reason, less the traceback below it.
+[[noreturn]] void fail_to_read(const char* name, const py::error_already_set& error) {
+  const std::string reason = error.what();
+  fail(name, ": its memory cannot be had: ", reason.substr(0, reason.find('\n')));
+}
+
 py::module_ arrays_module() { return py::module_::import("paged_ops._arrays"); }
 
 }  // namespace
@@ -96,7 +102,8 @@ void Array::load(py::handle object) {
   if (py::isinstance<py::array>(object)) return view_numpy(object);
   if (const KnownType* known = known_type(Py_TYPE(object.ptr()))) {
     dlpack::Tensor tensor;
-    if (known->api->tensor_from_py_object_no_sync(object.ptr(), &tensor)) throw py::error_already_set();
+    if (known->api->tensor_from_py_object_no_sync(object.ptr(), &tensor))
+      fail_to_read(name_, py::error_already_set());
     has_autograd_ = known->has_autograd;
     return view(tensor);
   }
@@ -144,7 +151,12 @@ void Array::view_capsule(py::handle object) {
   if (!py::hasattr(object, "__dlpack__"))
     fail<TypeError>(name_, ": is ", Py_TYPE(object.ptr())->tp_name,
                     ", wanted a tensor (torch, numpy, cupy, or anything with __dlpack__)");
-  const py::object capsule = arrays_module().attr("dlpack_capsule")(object);
+  py::object capsule;
+  try {
+    capsule = arrays_module().attr("dlpack_capsule")(object);
+  } catch (const py::error_already_set& error) {
+    fail_to_read(name_, error);
+  }
   if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")) {
     managed_versioned_ = static_cast<dlpack::ManagedTensorVersioned*>(
         PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));

@@ -17,7 +17,10 @@ size_t padded(size_t nbytes) { return nbytes ? nbytes + kWorkspaceAlignment : 0;
 float scale_or_default(py::handle scale, int head_dim) {
   if (scale.is_none()) return 1.0f / std::sqrt(float(head_dim));
   const double value = PyFloat_AsDouble(scale.ptr());
-  if (value == -1.0 && PyErr_Occurred()) throw py::error_already_set();
+  if (value == -1.0 && PyErr_Occurred()) {
+    PyErr_Clear();
+    fail<TypeError>("scale: is a ", Py_TYPE(scale.ptr())->tp_name, ", wanted a number");
+  }
   PAGED_OPS_REQUIRE(std::isfinite(value), "scale: is ", value, ", wanted a finite number");
   return float(value);
 }
@@ -141,8 +144,8 @@ size_t attention_workspace_nbytes(const std::string& device, int64_t num_tokens,
   const std::string why =
       refusal({p.dtype, p.dtype, num_q_heads, num_kv_heads, head_dim, value_head_dim, block_size});
   PAGED_OPS_REQUIRE(why.empty(), why);
-  for (const auto& [what, value] : {std::pair{"num_tokens", num_tokens},
-                                    {"num_seqs", num_seqs},
+  for (const auto& [what, value] : {std::pair{"num_seqs", num_seqs},
+                                    {"num_tokens", num_tokens},
                                     {"max_blocks_per_seq", max_blocks_per_seq}})
     PAGED_OPS_REQUIRE(value >= 0, what, ": is ", value, ", wanted at least 0");
   static const int32_t not_read = 0;  // its address says "varlen"; only shapes count here
