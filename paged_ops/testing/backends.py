@@ -26,7 +26,7 @@ def use_backend(name: Backend) -> Iterator[Any]:
     the CUDA kernels as built for the host emulator.
     """
     if name == "emulated":
-        from paged_ops import _emulated
+        from paged_ops import _emulated  # type: ignore[attr-defined]  # built for tests only
 
         module: Any = _emulated
     else:

@@ -102,8 +102,8 @@ def forgets_values(write: Any, key: Any, value: Any, key_cache: Any, value_cache
 
 @_mutation("copy_blocks")
 def copies_backwards(copy: Any, caches: Any, pairs: Any) -> None:
-    for pair in pairs[:, ::-1]:
-        copy(caches, pair[None])
+    for source, destination in pairs:
+        copy(caches, np.array([[destination, source]], np.int64))
 
 
 @_mutation("copy_blocks")

@@ -260,13 +260,14 @@ def select_sequences(inputs: Inputs, seqs: Sequence[int]) -> Inputs:
 def one_sequence_per_token(inputs: Inputs) -> Inputs:
     """The decode call that equals a causal varlen call: each query token a sequence that ends with it.
 
-    Needs q_len <= seq_len and no padding.
+    Padding is left out. Tokens at negative positions become sequences of no tokens.
     """
     seqs = np.repeat(np.arange(len(inputs.seq_lens)), np.diff(inputs.cu_seqlens_q))
     position = np.arange(len(seqs)) - inputs.cu_seqlens_q[seqs + 1] + inputs.seq_lens[seqs]
     return replace(
         inputs,
+        query=inputs.query[: len(seqs)],
         block_tables=inputs.block_tables[seqs],
-        seq_lens=(position + 1).astype(np.int32),
+        seq_lens=np.maximum(position + 1, 0).astype(np.int32),
         cu_seqlens_q=None,
     )

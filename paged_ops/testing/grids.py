@@ -75,7 +75,7 @@ VARLEN_SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
 def varlen_cases(target: Target) -> list[Case]:
     """Pairs of every two axes, shapes of the batch among them."""
     axes = _axes(target) | {"shape": tuple(VARLEN_SHAPES), "causal": (True, False), "padding": (0, 5)}
-    cases = []
+    cases: list[Case] = []
     for i, row in enumerate(covering(axes, seed=2)):
         seq_lens, q_lens = zip(*VARLEN_SHAPES[row.pop("shape")], strict=True)
         cases.append(_case(row, seq_lens=seq_lens, q_lens=q_lens, seed=i))
@@ -85,7 +85,7 @@ def varlen_cases(target: Target) -> list[Case]:
 def extended_cases(target: Target) -> list[Case]:
     """The product of dtypes, groups, head dims and block sizes, layouts in turn."""
     layouts = list(LAYOUTS)
-    cases = []
+    cases: list[Case] = []
     for dtype in DTYPES:
         for group in GROUPS:
             for dims in HEAD_DIMS:

@@ -332,4 +332,8 @@ def _token_by_token(attention: Attention, inputs: Inputs, mistake: Callable[[Arr
     start = np.repeat(inputs.seq_lens - lens, lens)
     position = mistake(tokens.seq_lens - 1, start)
     decode = replace(tokens, seq_lens=np.clip(position + 1, 0, seq_len).astype(np.int32))
-    return attention(decode)
+    out, lse = attention(decode)
+    padding = len(inputs.query) - len(out)
+    return np.pad(out, ((0, padding), (0, 0), (0, 0))), np.pad(
+        lse, ((0, padding), (0, 0)), constant_values=-np.inf
+    )
