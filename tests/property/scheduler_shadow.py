@@ -498,11 +498,21 @@ def run_scenario(seed: int) -> Simulation:
                 salt=rng.choice(("", "", "", "other")),
                 eos=rng.choice((None, 0)),
             )
-        elif action < 0.42:
+        elif action < 0.40 and simulation.scheduler.running:
+            # In a hurry, and with what the last in rank has: the prefix is hit in the blocks of the victim.
+            last = simulation.scheduler.running[-1]
+            tokens = last.tokens[: last.num_computed + 1]
+            simulation.submit(
+                tokens,
+                random_params(rng),
+                priority=last.request.priority - 1,
+                salt=last.request.cache_salt,
+            )
+        elif action < 0.45:
             simulation.abort(rng.randrange(known))
-        elif action < 0.47:
+        elif action < 0.49:
             simulation.step(abort_in_flight=rng.randrange(known))
-        elif action < 0.52:
+        elif action < 0.53:
             simulation.step(fail=rng, abort_in_flight=rng.choice((None, rng.randrange(known))))
         else:
             simulation.step()
