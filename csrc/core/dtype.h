@@ -13,7 +13,7 @@ namespace paged_ops {
 
 enum class DType : uint8_t { f32, f16, bf16, i32, i64 };
 
-constexpr int itemsize(DType dtype) {
+PAGED_OPS_HOST_DEVICE constexpr int itemsize(DType dtype) {
   switch (dtype) {
     case DType::f32: return 4;
     case DType::f16: return 2;
