@@ -28,7 +28,7 @@ INCLUDES_TOO = {"csrc/bind/emulated.cpp": {"simt/emulator/config.h"}}
 
 # What of reference_engine runs or shows; everything else there is pure.
 ENGINE_RUNS = {"models", "runner", "engine", "sampler", "speculative", "parallel", "transfer"}
-ENGINE_SHOWS = {"cli", "demo", "report", "__main__", "__init__"}
+ENGINE_SHOWS = {"cli", "demo", "demo_view", "talk", "report", "__main__", "__init__"}
 FOREIGN_TO_PURE = {"torch", "paged_ops", "transformers", "tokenizers", "safetensors", "gguf", "rich", "cupy"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.util
 from dataclasses import dataclass
 from os import PathLike
@@ -65,7 +66,8 @@ def load_model(
     if dtype is not None and dtype not in _DTYPES:
         raise ModelError(f"dtype must be one of {', '.join(map(str, _DTYPES))}, got {dtype}")
     if path_or_name == "smollm2" and not Path("smollm2").exists():
-        return _load_gguf(_smollm2_path(), dtype, device)
+        # The file's own name for itself tells how its data was mixed.
+        return dataclasses.replace(_load_gguf(_smollm2_path(), dtype, device), name="SmolLM2-135M-Instruct")
     path = Path(path_or_name)
     if path.is_dir():
         return _load_folder(path, dtype, device)
