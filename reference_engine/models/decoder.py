@@ -15,8 +15,8 @@ from reference_engine.models.config import Activation, ModelConfig
 # all that it has stored. Tokens and heads are strided; the last dimension is contiguous.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
-# From here on the arithmetic outweighs rearranging the weights; see `linear`.
-_MANY_TOKENS = 256
+# Products in 16 bits with longer rows take at most so many tokens at once; see `linear`.
+_LONG_ROW, _PIECE_TOKENS = 1024, 128
 
 _ACTIVATIONS: dict[Activation, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -197,15 +197,20 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     On the CPU a step of few tokens is bound by reading the weights once, and in 16 bits oneDNN does that best
     with the weight as the left operand, whose rows it takes as they lie; as the right operand (`F.linear`) it
     rearranges them in every call. The result is then stored column by column.
+
+    This also gives a token the same bits whatever it is batched with, as long as oneDNN sums long rows in one
+    order; so those go in pieces of few tokens (measured for k up to 1536; not promised).
     """
-    if not x.is_cpu or x.dtype == torch.float32 or x.shape[0] >= _MANY_TOKENS:
+    if not x.is_cpu or x.dtype == torch.float32:
         return F.linear(x, weight, bias)
-    columns = x.t()
-    if x.shape[0] == 1:
+    num_tokens, k = x.shape
+    if num_tokens == 1:
         # Given twice, because torch's 16-bit matrix-vector product is as slow as F.linear.
-        product = torch.mm(weight, columns.expand(-1, 2).contiguous())[:, :1].t()
+        product = torch.mm(weight, x.t().expand(-1, 2).contiguous())[:, :1].t()
+    elif num_tokens > _PIECE_TOKENS and k > _LONG_ROW:
+        product = torch.cat([torch.mm(weight, piece.t()).t() for piece in x.split(_PIECE_TOKENS)])
     else:
-        product = torch.mm(weight, columns).t()
+        product = torch.mm(weight, x.t()).t()
     return product if bias is None else product + bias
 
 

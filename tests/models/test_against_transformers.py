@@ -157,7 +157,7 @@ def test_dtype_is_kept_or_converted(dtype, tmp_path: Path) -> None:
 
 
 def test_bfloat16_stays_close(tmp_path: Path) -> None:
-    """Both ways that `linear` multiplies in 16 bits, few tokens and many, stay near the float32 result."""
+    """A long prompt at once, or in chunks: near the float32 result."""
     folder = save(make_model("llama", max_position_embeddings=512), tmp_path)
     exact, rounded = load_model(folder), load_model(folder, dtype=torch.bfloat16)
     prompt = random_prompt(5, 300)
