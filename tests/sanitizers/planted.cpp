@@ -29,10 +29,18 @@ enum Bug {
   kMisalignedVector,
   kShiftTooFar,
 };
-const char* const kNames[] = {"none", "no_syncwarp_before_read", "no_syncwarp_before_refill",
-                              "no_barrier_before_merge", "no_fence_before_counter", "no_fence_after_counter",
-                              "blocks_share_a_word", "table_read_past_end", "global_write_past_end",
-                              "dynamic_shared_past_end", "static_shared_past_end", "misaligned_vector",
+const char* const kNames[] = {"none",
+                              "no_syncwarp_before_read",
+                              "no_syncwarp_before_refill",
+                              "no_barrier_before_merge",
+                              "no_fence_before_counter",
+                              "no_fence_after_counter",
+                              "blocks_share_a_word",
+                              "table_read_past_end",
+                              "global_write_past_end",
+                              "dynamic_shared_past_end",
+                              "static_shared_past_end",
+                              "misaligned_vector",
                               "shift_too_far"};
 
 constexpr int kWarps = 2, kStages = 2, kRow = 32 * 16;  // bytes: each lane copies 16
@@ -82,7 +90,8 @@ __global__ void sum_kernel(const Params p) {
   if constexpr (kBug == kMisalignedVector) sum += reinterpret_cast<const float2*>(raw + 4)->x * 0.0f;
   if constexpr (kBug == kShiftTooFar) sum += float(1 << (p.rows_per_block + 32)) * 0.0f;
 
-  if (lane == 0) warp_sum[kBug == kStaticSharedPastEnd ? warp + 1 : warp] = sum;
+  float* sums = &warp_sum[0];
+  if (lane == 0) sums[kBug == kStaticSharedPastEnd ? warp + 1 : warp] = sum;
   if constexpr (kBug != kNoBarrierBeforeMerge) __syncthreads();
   if (threadIdx.x == 0) {
     p.partial[kBug == kGlobalWritePastEnd ? blockIdx.x + 1 : blockIdx.x] = warp_sum[0] + warp_sum[1];
@@ -129,8 +138,8 @@ int main(int argc, char** argv) {
   std::vector<float> partial(kBlocks, -1.0f);
   float total = -1;
   unsigned counter = 0;
-  launch_with<kShiftTooFar>(bug, kBlocks,
-                            {rows.data(), table.data(), partial.data(), &total, &counter, kRowsPerBlock, kRows});
+  launch_with<kShiftTooFar>(
+      bug, kBlocks, {rows.data(), table.data(), partial.data(), &total, &counter, kRowsPerBlock, kRows});
   std::printf("%s\n", double(total) == want ? "right" : "wrong");
   return 0;
 }

@@ -23,5 +23,5 @@ def has_gpu() -> bool:
 
 @pytest.fixture(params=[*SWITCHES, *(["cuda"] if has_gpu() else [])])
 def backend(request: pytest.FixtureRequest) -> str:
-    """Every way to run a kernel. `cuda`, where there is a GPU, holds the twins to the machine they imitate."""
+    """Every way to run a kernel; `cuda`, where there is a GPU, holds the twins to what they imitate."""
     return str(request.param)

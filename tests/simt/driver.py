@@ -9,14 +9,14 @@ from typing import Any
 
 import numpy as np
 import pytest
-from toolchain import compile_objects, emulator_objects, find_nvcc, link, load, run
+from toolchain import CSRC, compile_objects, emulator_objects, find_nvcc, link, load, run
 
 DRIVERS = Path(__file__).parent / "drivers"
 SWITCHES = {"by_hand": [], "ucontext": ["-DSIMT_USE_UCONTEXT"]}
 
 
 class Driver:
-    """A compiled driver: `driver.name(arrays and numbers)` calls it and returns its message, None if all went well."""
+    """A compiled driver: `driver.name(arrays and numbers)` calls it and gives its message, if any."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self.library = library
@@ -54,8 +54,8 @@ class Drivers:
             library = folder / f"{name}.so"
             if backend == "cuda":
                 nvcc = find_nvcc() or "nvcc"
-                run([nvcc, "-std=c++20", "-O2", "-arch=native", "-Xcompiler", "-fPIC", "-shared", f"-I{DRIVERS.parents[2]}/csrc",
-                     "-x", "cu", DRIVERS / f"{name}.cpp", "-o", library])  # fmt: skip
+                flags = ["-std=c++20", "-O2", "-arch=native", "-Xcompiler", "-fPIC", "-shared", f"-I{CSRC}"]
+                run([nvcc, *flags, "-x", "cu", DRIVERS / f"{name}.cpp", "-o", library])
             else:
                 flags = SWITCHES[backend]
                 if backend not in self.emulators:

@@ -20,16 +20,16 @@ WHERE = r" at faults\.cpp:\d+: "
 WHO = r" \[block \(\d+, 0, 0\) thread \(\d+, \d+, 0\)\]$"
 # What each planted fault is called. The order of fibers may decide which of two threads is blamed.
 FAULTS = {
-    "divergent_barrier": f"__syncthreads{WHERE}divergent barrier: other threads wait in __syncthreads at .*{WHO}",
+    "divergent_barrier": f"__syncthreads{WHERE}divergent barrier: other threads wait in __.*{WHO}",
     "barrier_of_another_kind": f"__syncthreads(_count)?{WHERE}divergent barrier: .*{WHO}",
     "mismatched_collective": f"(__shfl_xor_sync|__ballot_sync){WHERE}divergent warp: .* wait in __.*{WHO}",
     "divergent_shuffle": f"__shfl_xor_sync{WHERE}divergent warp: .*{WHO}",
-    "overlapping_masks": f"__syncwarp{WHERE}(lane 1?\\d returns while others|mask .* returned).*{WHO}",
-    "crossed_masks": r"deadlock in block .*: 32 of 32 threads wait for each other: .*__syncwarp .*; .*__syncwarp",
+    "overlapping_masks": f"__syncwarp{WHERE}(lane 1?\\d returns while|mask .* returned).*{WHO}",
+    "crossed_masks": r"deadlock in block .*: 32 of 32 threads wait for .*__syncwarp .*; .*__syncwarp",
     "lane_outside_its_mask": f"__shfl_xor_sync{WHERE}lane \\d+ is not in its own mask 0xffff{WHO}",
-    "lane_exited_before": f"__shfl_xor_sync{WHERE}(mask .* have returned or never were: 0x8|lane 3 returns).*{WHO}",
+    "lane_exited_before": f"__shfl_xor_sync{WHERE}(mask .* never were: 0x8|lane 3 returns).*{WHO}",
     "lane_absent": f"__syncwarp{WHERE}mask 0xffffffff names lanes that have .* never were: 0xffffff00{WHO}",
-    "lane_exits_while_others_wait": f"__syncwarp{WHERE}(lane 31 returns while others|mask .* returned).*{WHO}",
+    "lane_exits_while_others_wait": f"__syncwarp{WHERE}(lane 31 returns while|mask .* returned).*{WHO}",
     "reads_lane_outside_mask": f"__shfl_sync{WHERE}reads lane 20, which is not in the mask{WHO}",
     "odd_width": f"__shfl_sync{WHERE}width 12 is not a power of two up to 32{WHO}",
     "misaligned_copy_destination": f"cp_async16{WHERE}destination is not 16-byte aligned{WHO}",

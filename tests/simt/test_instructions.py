@@ -19,7 +19,7 @@ def instructions(drivers: Drivers, backend: str) -> Driver:
 
 
 def fragment(matrix: np.ndarray) -> np.ndarray:
-    """The register of each lane [32] for an 8 x 8 matrix of 16-bit elements: lane 4 g + t has row g, columns 2t, 2t+1."""
+    """The register of each lane [32] for an 8 x 8 matrix: lane 4 g + t has row g, columns 2t and 2t+1."""
     return np.array(
         [int(matrix[g // 4, g % 4 * 2]) | int(matrix[g // 4, g % 4 * 2 + 1]) << 16 for g in LANES]
     )

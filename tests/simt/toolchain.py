@@ -16,7 +16,7 @@ GXX = os.environ.get("CXX") or shutil.which("g++")
 
 EMULATOR_FLAGS = [
     "-std=c++20", "-O1", "-g1", "-fPIC", "-Wall", "-Wextra", "-Werror", "-DPAGED_OPS_EMULATED",
-    "-fno-strict-aliasing", "-ffp-contract=off", "-Wno-unknown-pragmas", f"-I{CSRC}",
+    "-fno-strict-aliasing", "-ffp-contract=off", "-Wno-unknown-pragmas",
 ]  # fmt: skip
 
 
@@ -27,13 +27,15 @@ def run(command: Sequence[str | Path]) -> None:
         raise RuntimeError(f"{' '.join(map(str, command))}\n{result.stdout}{result.stderr}")
 
 
-def compile_objects(sources: Sequence[Path], folder: Path, flags: Sequence[str]) -> list[Path]:
-    """Compile each source with g++ into `folder`, two at a time."""
+def compile_objects(
+    sources: Sequence[Path], folder: Path, flags: Sequence[str], include: Path = CSRC
+) -> list[Path]:
+    """Compile each source with g++ into `folder`, two at a time; headers come from `include`."""
     folder.mkdir(parents=True, exist_ok=True)
 
     def compile_one(source: Path) -> Path:
         target = folder / f"{source.parent.name}-{source.stem}.o"
-        run([GXX or "g++", *EMULATOR_FLAGS, *flags, "-x", "c++", "-c", source, "-o", target])
+        run([GXX or "g++", *EMULATOR_FLAGS, *flags, f"-I{include}", "-x", "c++", "-c", source, "-o", target])
         return target
 
     with ThreadPoolExecutor(2) as pool:

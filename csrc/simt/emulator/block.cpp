@@ -190,11 +190,9 @@ SharedMemory::~SharedMemory() {
 }
 
 void SharedMemory::reset(size_t dynamic_nbytes, bool poison) {
-#if SIMT_TSAN
-  map_pages(base_, kArenaNbytes);
-#endif
   allow(base_, kArenaNbytes);
   dirty_ = std::max({dirty_, end_, dynamic_nbytes});
+  if (SIMT_TSAN && dirty_) map_pages(base_, round_up(dirty_, kPage));
   if (poison) std::memset(base_, kPoison, dirty_);
   forbid(base_ + dynamic_nbytes, kArenaNbytes - dynamic_nbytes);
   dynamic_nbytes_ = dynamic_nbytes;

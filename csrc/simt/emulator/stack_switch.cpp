@@ -42,8 +42,8 @@ namespace paged_ops::simt {
 namespace {
 
 constexpr size_t kPage = 4096;
-#if SIMT_ASAN || SIMT_TSAN || !defined(__OPTIMIZE__)
-constexpr size_t kStackNbytes = 256 * 1024;  // instrumented and unoptimised frames are large
+#if SIMT_ASAN || !defined(__OPTIMIZE__)
+constexpr size_t kStackNbytes = 256 * 1024;  // frames with red zones, and unoptimised ones, are large
 #else
 constexpr size_t kStackNbytes = 64 * 1024;
 #endif

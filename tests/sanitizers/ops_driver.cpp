@@ -1,0 +1,240 @@
+// Every op of the CUDA backend on small problems, for sanitizers that cannot live inside Python.
+//
+//   ops_driver OP ORDER LANDING WORKERS
+//
+// Problems are small because ThreadSanitizer keeps at most some 8,000 threads, and each thread of a launch is
+// one. Prints a checksum of all outputs, which must not depend on the order in which anything ran.
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <functional>
+#include <map>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "core/dtype.h"
+#include "params/backend.h"
+#include "simt/emulator/config.h"
+
+using namespace paged_ops;
+
+namespace {
+
+constexpr Context kContext{.device = 0, .stream = nullptr, .check = true};
+constexpr int32_t kUnusedBlock = 1 << 30;  // reading through it would end the run
+
+struct Random {
+  uint32_t state = 1;
+  float operator()() {
+    state = state * 1664525u + 1013904223u;
+    return float(state >> 8) / (1 << 23) - 1.0f;
+  }
+};
+
+// A tensor of `n` elements in memory of exactly that size.
+struct Tensor {
+  Tensor(DType dtype, size_t n, Random* random = nullptr) : bytes(n * itemsize(dtype), 0xff) {
+    if (!random) return;
+    for (size_t i = 0; i < n; ++i) {
+      const float x = 2 * (*random)();
+      const f16 h = portable::from_float<f16>(x);
+      const bf16 b = portable::from_float<bf16>(x);
+      const void* source = dtype == DType::f32   ? static_cast<const void*>(&x)
+                           : dtype == DType::f16 ? static_cast<const void*>(&h)
+                                                 : static_cast<const void*>(&b);
+      std::memcpy(bytes.data() + i * itemsize(dtype), source, itemsize(dtype));
+    }
+  }
+  void* data() { return bytes.data(); }
+  std::vector<unsigned char> bytes;
+};
+
+uint64_t checksum = 14695981039346656037u;  // FNV-1a
+void add_to_checksum(const void* data, size_t nbytes) {
+  for (size_t i = 0; i < nbytes; ++i)
+    checksum = (checksum ^ static_cast<const unsigned char*>(data)[i]) * 1099511628211u;
+}
+void add_to_checksum(const Tensor& t) { add_to_checksum(t.bytes.data(), t.bytes.size()); }
+
+// A cache of `lengths.size()` sequences whose blocks are scattered over the pool, and its tables.
+struct Cache {
+  Cache(DType dtype, std::vector<int32_t> lengths, int num_kv_heads, int head_dim, int block_size,
+        Random& random)
+      : seq_lens(lengths), num_seqs(int(lengths.size())) {
+    int num_used = 0;
+    for (int length : lengths) {
+      max_blocks = std::max(max_blocks, (length + block_size - 1) / block_size);
+      num_used += (length + block_size - 1) / block_size;
+    }
+    max_blocks += 2;
+    num_blocks = num_used + 3;
+    const size_t n = size_t(num_blocks) * block_size * num_kv_heads * head_dim;
+    key = std::make_unique<Tensor>(dtype, n, &random);
+    value = std::make_unique<Tensor>(dtype, n, &random);
+    block_ids.assign(size_t(num_seqs) * max_blocks, kUnusedBlock);
+    int next = num_used;
+    for (int s = 0; s < num_seqs; ++s)
+      for (int i = 0; i < (lengths[s] + block_size - 1) / block_size; ++i)
+        block_ids[s * max_blocks + i] = --next;
+    const int64_t row = int64_t(head_dim) * itemsize(dtype);
+    const auto view = [&](Tensor& t) {
+      return CacheView{t.data(), row * num_kv_heads * block_size, row * num_kv_heads, row};
+    };
+    kv = {view(*key), view(*value), num_blocks, block_size, num_kv_heads, head_dim, head_dim, dtype};
+    tables = {block_ids.data(), seq_lens.data(), max_blocks, num_seqs, max_blocks};
+  }
+
+  std::vector<int32_t> seq_lens, block_ids;
+  int num_seqs, max_blocks = 0, num_blocks = 0;
+  std::unique_ptr<Tensor> key, value;
+  PagedKV kv;
+  BlockTables tables;
+};
+
+// `query_lens` empty: decode.
+void attention(DType dtype, std::vector<int32_t> lengths, std::vector<int32_t> query_lens, int num_kv_heads,
+               int group, int head_dim, int block_size) {
+  Random random;
+  Cache cache(dtype, lengths, num_kv_heads, head_dim, block_size, random);
+  std::vector<int32_t> cu_seqlens{0};
+  for (int n : query_lens) cu_seqlens.push_back(cu_seqlens.back() + n);
+  const int num_tokens = query_lens.empty() ? int(lengths.size()) : cu_seqlens.back();
+  const int num_heads = num_kv_heads * group;
+  const size_t n = size_t(num_tokens) * num_heads * head_dim;
+  Tensor query(dtype, n, &random), out(dtype, n);
+  std::vector<float> lse(size_t(num_tokens) * num_heads, -1);
+  AttentionParams p{};
+  p.query = query.data();
+  p.out = out.data();
+  p.lse = lse.data();
+  p.cu_seqlens_q = query_lens.empty() ? nullptr : cu_seqlens.data();
+  p.query_stride_head = p.out_stride_head = int64_t(head_dim) * itemsize(dtype);
+  p.query_stride_token = p.out_stride_token = p.query_stride_head * num_heads;
+  p.num_tokens = num_tokens;
+  p.num_q_heads = num_heads;
+  p.dtype = dtype;
+  p.kv = cache.kv;
+  p.tables = cache.tables;
+  p.scale = 0.125f;
+  p.causal = true;
+  p.workspace_nbytes = launch::backend().attention_workspace_nbytes(p);
+  std::vector<unsigned char> workspace(p.workspace_nbytes + 256, 0xff);
+  p.workspace =
+      reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(workspace.data()) + 255) & ~uintptr_t(255));
+  for (int replay = 0; replay < 2; ++replay) {  // on a workspace as the first run has left it
+    std::fill(out.bytes.begin(), out.bytes.end(), 0xff);
+    launch::backend().attention(p, kContext);
+    add_to_checksum(out);
+    add_to_checksum(lse.data(), lse.size() * sizeof(float));
+  }
+}
+
+void cache_write() {
+  Random random;
+  Cache cache(DType::f16, {5, 9, 16}, 2, 40, 4, random);
+  Tensor key(DType::f16, 6 * 2 * 40, &random), value(DType::f16, 6 * 2 * 40, &random);
+  const std::vector<int64_t> slots{3, -1, 17, 8, 0, 30};
+  CacheWriteParams p{};
+  p.key = key.data();
+  p.value = value.data();
+  p.slot_mapping = slots.data();
+  p.key_stride_head = p.value_stride_head = 80;
+  p.key_stride_token = p.value_stride_token = 160;
+  p.num_tokens = int(slots.size());
+  p.dtype = DType::f16;
+  p.kv = cache.kv;
+  launch::backend().cache_write(p, kContext);
+  add_to_checksum(*cache.key);
+  add_to_checksum(*cache.value);
+}
+
+constexpr int64_t kBlockNbytes = 96;
+const BlockShape kDense{kBlockNbytes, {1, 1}, {0, 0}};
+
+void block_copy() {
+  Random random;
+  Tensor a(DType::f32, 24 * 10, &random), b(DType::f32, 24 * 10, &random);
+  void* caches[2] = {a.data(), b.data()};
+  const std::vector<int64_t> pairs{0, 7, 1, 8, 2, 9};
+  launch::backend().block_copy({caches, 2, kDense, kBlockNbytes, 10, pairs.data(), 3}, kContext);
+  add_to_checksum(a);
+  add_to_checksum(b);
+}
+
+void block_swap() {
+  Random random;
+  Tensor a(DType::f32, 24 * 10, &random), b(DType::f32, 24 * 12, &random);
+  const std::vector<int64_t> pairs{0, 11, 9, 0, 4, 5};
+  const BlockShape halves{kBlockNbytes / 2, {2, 1}, {kBlockNbytes / 2, 0}};
+  launch::backend().block_swap(
+      {a.data(), b.data(), kDense, kDense, kBlockNbytes, kBlockNbytes, 10, 12, pairs.data(), 3, false, true},
+      kContext);
+  launch::backend().block_swap(
+      {b.data(), a.data(), halves, halves, kBlockNbytes, kBlockNbytes, 12, 10, pairs.data(), 0, true, true},
+      kContext);
+  add_to_checksum(b);
+}
+
+void gather() {
+  Random random;
+  Cache cache(DType::bf16, {5, 0, 17}, 2, 40, 4, random);
+  Tensor key(DType::bf16, 25 * 2 * 40), value(DType::bf16, 25 * 2 * 40);
+  std::vector<int32_t> cu_seqlens(4, -1);
+  launch::backend().gather(
+      {key.data(), value.data(), cu_seqlens.data(), 160, 80, 160, 80, 25, cache.kv, cache.tables}, kContext);
+  add_to_checksum(key);
+  add_to_checksum(value);
+  add_to_checksum(cu_seqlens.data(), cu_seqlens.size() * sizeof(int32_t));
+}
+
+void merge_states() {
+  Random random;
+  constexpr int kTokens = 5, kHeads = 3, kDim = 40;
+  Tensor a(DType::f16, kTokens * kHeads * kDim, &random), b(DType::f16, kTokens * kHeads * kDim, &random);
+  std::vector<float> lse_a(kTokens * kHeads), lse_b(kTokens * kHeads);
+  for (float& x : lse_a) x = random();
+  for (float& x : lse_b) x = random();
+  lse_a[4] = lse_b[7] = -HUGE_VALF;
+  // In place, as callers do.
+  launch::backend().merge_states(
+      {a.data(), b.data(), lse_a.data(), lse_b.data(), a.data(), lse_a.data(), kHeads * kDim * 2, kDim * 2,
+       kHeads * kDim * 2, kDim * 2, kHeads * kDim * 2, kDim * 2, kTokens, kHeads, kDim, DType::f16},
+      kContext);
+  add_to_checksum(a);
+  add_to_checksum(lse_a.data(), lse_a.size() * sizeof(float));
+}
+
+const std::map<std::string, std::function<void()>> kOps{
+    // Two chunks for the longest, none for the first; a group that leaves columns idle.
+    {"decode_f16", [] { attention(DType::f16, {0, 17, 600}, {}, 2, 3, 64, 3); }},
+    {"decode_bf16_wide", [] { attention(DType::bf16, {1100, 33}, {}, 1, 12, 128, 16); }},
+    {"decode_f32", [] { attention(DType::f32, {0, 17, 600}, {}, 2, 3, 64, 3); }},
+    // Rows whose length is no multiple of 16 bytes times the strides: copied by element.
+    {"decode_f16_odd", [] { attention(DType::f16, {70, 530}, {}, 3, 2, 40, 5); }},
+    {"prefill_f16", [] { attention(DType::f16, {9, 530, 20}, {9, 6, 20}, 1, 4, 64, 16); }},
+    {"prefill_f32", [] { attention(DType::f32, {9, 530, 20}, {9, 6, 20}, 1, 2, 64, 16); }},
+    {"cache_write", cache_write},
+    {"block_copy", block_copy},
+    {"block_swap", block_swap},
+    {"gather", gather},
+    {"merge_states", merge_states},
+};
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  if (argc != 5 || !kOps.count(argv[1])) {
+    for (const auto& [name, run] : kOps) std::printf("%s\n", name.c_str());
+    return argc == 1 ? 0 : 2;
+  }
+  simt::Config& config = simt::config();
+  config.order = simt::FiberOrder(std::atoi(argv[2]));
+  config.landing = simt::CopyLanding(std::atoi(argv[3]));
+  config.workers = std::atoi(argv[4]);
+  kOps.at(argv[1])();
+  std::printf("checksum %016llx\n", (unsigned long long)checksum);
+  return 0;
+}
