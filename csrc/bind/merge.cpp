@@ -1,6 +1,7 @@
 // Binding of the merge of two partial attention results.
 #include "bind/call.h"
 #include "bind/ops.h"
+#include "core/support.h"
 
 namespace paged_ops::bind {
 
@@ -41,6 +42,8 @@ py::tuple merge_attention_states(py::handle out_a_in, py::handle lse_a_in, py::h
   require_state(out_a);
   if (const DType dtype = out_a.dtype(); dtype == DType::i32 || dtype == DType::i64)
     fail<TypeError>("out_a: dtype is ", out_a.dtype_name(), ", wanted one of float32, float16, bfloat16");
+  PAGED_OPS_REQUIRE(out_a.shape(2) % kHeadDimMultiple == 0, "out_a: head_dim is ", out_a.shape(2),
+                    ", wanted a multiple of ", kHeadDimMultiple);
   require_state(out_b);
   require_lse(lse_a, out_a);
   require_lse(lse_b, out_a);

@@ -17,7 +17,7 @@ dtypes = pytest.mark.parametrize("dtype", arrays.DTYPES)
 
 @dtypes
 @pytest.mark.parametrize("into", ["new", "out", "a", "b"])
-@pytest.mark.parametrize("shape", [(1, 1, 8), (33, 3, 40), (7, 64, 256), (200, 2, 128), (5, 2, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 1, 8), (33, 3, 40), (7, 64, 256), (200, 2, 128), (5, 2, 264)], ids=str)
 def test_against_the_oracle(ops: HostOps, shape: tuple[int, int, int], dtype: str, into: str) -> None:
     check_merge(ops, *shape, dtype, into=into)
 
@@ -36,6 +36,14 @@ def test_empty_states_are_the_identity(ops: HostOps, dtype: str) -> None:
         require_same_bits("lse", lse, merged[1])
     nothing, lse_of_nothing = ops.merge_attention_states(*empty, *empty)
     assert (nothing == 0).all() and np.isneginf(lse_of_nothing).all()
+
+
+@pytest.mark.parametrize("head_dim", [1, 3, 12, 260])
+def test_head_dims_that_no_kernel_takes_are_refused(ops: HostOps, head_dim: int) -> None:
+    """A multiple of 8 in every op: the kernels move whole groups of 8, which here would go past the end."""
+    states = merge_states(3, 2, head_dim, "float32")
+    with pytest.raises(ValueError, match=f"^out_a: head_dim is {head_dim}"):
+        ops.merge_attention_states(*states)
 
 
 def test_rows_do_not_depend_on_each_other(ops: HostOps) -> None:
