@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import importlib.util
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -127,24 +128,33 @@ class HostOps:
         return f"{self.target}-{self.kind}"
 
     def __getattr__(self, name: str) -> Any:
-        op = getattr(paged_ops, name)
+        if not hasattr(paged_ops, name):
+            raise AttributeError(name)
+        return functools.partial(self._call, name)
 
-        def call(*args: Any, **options: Any) -> Any:
-            sent: list[tuple[NDArray[Any], Any]] = []
-            with self.target.use():
-                result = op(*self._send(args, sent), **self._send(options, sent))
-            for array, tensor in sent:
-                back = arrays.to_numpy(tensor)
-                if not np.shares_memory(array, back):
-                    array[...] = back
-            return _received(result)
+    def swap_blocks(self, source: Any, destination: Any, block_pairs: Any) -> Any:
+        """As the op, whose `block_pairs` stay in host memory."""
+        if isinstance(block_pairs, np.ndarray) and self._as_torch:
+            block_pairs = arrays.to_torch(block_pairs)
+        return self._call("swap_blocks", source, destination, block_pairs)
 
-        return call
+    @property
+    def _as_torch(self) -> bool:
+        return self.kind == "torch" or self.target.device != "cpu"
+
+    def _call(self, name: str, /, *args: Any, **options: Any) -> Any:
+        sent: list[tuple[NDArray[Any], Any]] = []
+        with self.target.use():
+            result = getattr(paged_ops, name)(*self._send(args, sent), **self._send(options, sent))
+        for array, tensor in sent:
+            back = arrays.to_numpy(tensor)
+            if not np.shares_memory(array, back):
+                array[...] = back
+        return _received(result)
 
     def _send(self, value: Any, sent: list[tuple[NDArray[Any], Any]]) -> Any:
         if isinstance(value, np.ndarray):
-            as_torch = self.kind == "torch" or self.target.device != "cpu"
-            tensor = arrays.to_torch(value, self.target.device) if as_torch else value
+            tensor = arrays.to_torch(value, self.target.device) if self._as_torch else value
             sent.append((value, tensor))
             return tensor
         if isinstance(value, (list, tuple)):

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 import paged_ops
 from paged_ops.testing import arrays
 from paged_ops.testing.backends import HostOps, Target
-from paged_ops.testing.cases import Case, build
+from paged_ops.testing.cases import LAYOUTS, Case, build
 from paged_ops.testing.checks import check_attention, expected, require_same_bits
 from paged_ops.testing.grids import decode_cases, extended_cases, varlen_cases
 
@@ -26,6 +28,38 @@ def test_varlen(ops: HostOps, case: Case) -> None:
 @pytest.mark.slow
 @pytest.mark.grid(cases=extended_cases)
 def test_extended_grid(ops: HostOps, case: Case) -> None:
+    check_attention(lambda inputs: inputs.attention(ops), case)
+
+
+@st.composite
+def any_cases(draw: st.DrawFn) -> Case:
+    """Small cases of every kind, decode and varlen."""
+    num_seqs = draw(st.integers(0, 4))
+    seq_lens = draw(st.lists(st.integers(0, 70), min_size=num_seqs, max_size=num_seqs))
+    q_lens = draw(st.none() | st.lists(st.integers(0, 9), min_size=num_seqs, max_size=num_seqs))
+    num_kv_heads = draw(st.integers(1, 3))
+    return Case(
+        tuple(seq_lens),
+        None if q_lens is None else tuple(q_lens),
+        dtype=draw(st.sampled_from(list(arrays.DTYPES))),
+        num_q_heads=num_kv_heads * draw(st.integers(1, 9)),
+        num_kv_heads=num_kv_heads,
+        head_dim=8 * draw(st.integers(1, 8)),
+        value_head_dim=8 * draw(st.integers(1, 8)),
+        block_size=draw(st.integers(1, 20)),
+        layout=draw(st.sampled_from(list(LAYOUTS))),
+        causal=draw(st.booleans()),
+        scale=draw(st.none() | st.floats(0.05, 0.5)),
+        padding=0 if q_lens is None else draw(st.integers(0, 3)),
+        strided=draw(st.booleans()),
+        logit_offset=draw(st.sampled_from([0.0, 80.0, -80.0])),
+        seed=draw(st.integers(0, 2**32 - 1)),
+    )
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(case=any_cases())
+def test_any_case(ops: HostOps, case: Case) -> None:
     check_attention(lambda inputs: inputs.attention(ops), case)
 
 

@@ -7,6 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
+import paged_ops
 from paged_ops import reference
 from paged_ops.testing import arrays
 from paged_ops.testing.backends import HostOps, Target
@@ -84,6 +85,23 @@ def test_torch_tensors(target: Target, dtype: str) -> None:
 @pytest.mark.parametrize(("source", "destination"), list(itertools.product(LAYOUTS, LAYOUTS)))
 def test_swap_between_any_two_layouts(ops: HostOps, source: str, destination: str) -> None:
     check_swap(ops, Case((9, 30), dtype="float16", layout=source, block_size=4, num_kv_heads=2), destination)
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+@pytest.mark.parametrize(("source", "destination"), [("cpu", "cuda"), ("cuda", "cpu")])
+def test_swap_between_host_and_device(target: Target, source: str, destination: str, pinned: bool) -> None:
+    if target.backend != "cuda":
+        pytest.skip("needs a GPU")
+    torch = pytest.importorskip("torch")
+    host = torch.arange(6 * 2 * 3 * 8.0).reshape(6, 2, 3, 8)
+    blocks = {"cpu": host.pin_memory() if pinned else host.clone(), "cuda": host.cuda().neg_()}
+    pairs = torch.tensor([[0, 5], [3, 1]])
+    wanted, given = blocks[destination].cpu().clone(), blocks[source].cpu().clone()
+    with target.use():
+        paged_ops.swap_blocks(blocks[source], blocks[destination], pairs)
+    torch.cuda.synchronize()
+    wanted[pairs[:, 1]] = given[pairs[:, 0]]
+    assert torch.equal(wanted, blocks[destination].cpu())
 
 
 def test_write_of_nothing(ops: HostOps) -> None:
