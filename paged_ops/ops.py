@@ -170,7 +170,8 @@ def merge_attention_states(
     with LSE ``-inf`` is the identity, whatever its output holds; both ``-inf`` give output 0 and LSE ``-inf``.
 
     Args:
-        out_a, out_b: ``[num_tokens, num_heads, head_dim]``, equal dtypes (float32, float16, bfloat16).
+        out_a, out_b: ``[num_tokens, num_heads, head_dim]``, equal dtypes (float32, float16, bfloat16),
+            head_dim a multiple of 8.
         lse_a, lse_b: float32 ``[num_tokens, num_heads]``, natural logarithm.
         out, lse: where to write; ``out`` may be ``out_a`` or ``out_b`` itself, ``lse`` may be ``lse_a`` or ``lse_b``.
 
