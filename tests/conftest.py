@@ -9,7 +9,7 @@ import pytest
 # Before numpy comes in: threads for the small matrices of the oracle would spin beside those under test.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-from paged_ops.testing.backends import HostOps, Target, available_targets  # noqa: E402
+from paged_ops.testing.backends import HostOps, Target, available_targets
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
