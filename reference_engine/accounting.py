@@ -18,7 +18,6 @@ class Usage:
     block_size: int
     num_blocks: int
     used_blocks: int  # held by a running sequence
-    cached_blocks: int  # free, but a prefix hit can revive them
     filled_slots: int  # in used blocks, with the KV of a token; a shared one counts once
     token_states: int  # computed tokens of all running sequences; a shared one counts for each
     saved_blocks: int  # blocks more if nothing were shared
@@ -58,7 +57,6 @@ def usage(scheduler: Scheduler) -> Usage:
         block_size=size,
         num_blocks=pool.num_blocks,
         used_blocks=pool.num_used,
-        cached_blocks=pool.num_cached,
         filled_slots=pool.num_used * size - sum(empty.values()),
         token_states=token_states,
         saved_blocks=references - pool.num_used,

@@ -28,7 +28,7 @@ class BlockPool:
         self._index = index
         self._refcounts = [0] * num_blocks
         self._blank = list(range(num_blocks))  # free, contents of no use; a heap
-        self._cached: OrderedDict[int, None] = OrderedDict()  # free, contents known; oldest first
+        self._cached: OrderedDict[int, None] = OrderedDict()  # free, contents known when freed; oldest first
 
     @property
     def num_free(self) -> int:
@@ -37,7 +37,7 @@ class BlockPool:
     @property
     def num_cached(self) -> int:
         """Free blocks that a prefix hit can revive."""
-        return len(self._cached)
+        return sum(map(self._index.holds, self._cached))  # a newer block may have taken an entry over
 
     @property
     def num_used(self) -> int:

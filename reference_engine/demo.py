@@ -29,8 +29,8 @@ def company() -> list[Talk]:
             ["Give me three tips for a good night's sleep.", "Which of the three matters most, and why?"],
             note="two turns: the second finds the first in the cache",
         ),
-        Talk("B", "green", ["Why is the sea salty?"], "shares a system prompt with C", TEACHER),
-        Talk("C", "yellow", ["Why do leaves fall in autumn?"], "shares a system prompt with B", TEACHER),
+        Talk("B", "green", ["What makes a rainbow?"], "shares a system prompt with C", TEACHER),
+        Talk("C", "yellow", ["Why do we sleep?"], "shares a system prompt with B", TEACHER),
         Talk(
             "D",
             "magenta",

@@ -31,7 +31,7 @@ class View:
 
     def observe(self) -> None:
         """Remember the pool when most of it is in use."""
-        cells = pool_map(self.engine.scheduler)
+        cells = self._map_cells()
         if sum(bool(cell.holders) for cell in cells) > sum(bool(cell.holders) for cell in self._fullest):
             self._fullest = cells
 
@@ -42,7 +42,7 @@ class View:
         width, height = self.console.size
         answers = [(talk, completion) for talk in self.talks for completion in talk.latest]
         pool = Panel(
-            Group(*self._map_lines(pool_map(self.engine.scheduler), width - 4)),
+            Group(*self._map_lines(self._map_cells(), width - 4)),
             title=self._map_title(),
             border_style="dim",
         )
@@ -82,6 +82,9 @@ class View:
         )
 
     # ---- the map
+
+    def _map_cells(self) -> list[Cell]:
+        return pool_map(self.engine.scheduler)
 
     def _map_title(self) -> str:
         config = self.engine.scheduler.config

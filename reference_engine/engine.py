@@ -198,7 +198,11 @@ class Engine:
     def stream(self) -> Iterator[Piece]:
         """Pieces of all requests as they come, until none is left; more may be added on the way."""
         while self.has_work:
-            yield from self.step()
+            for piece in self.step():
+                if (
+                    piece.completion.finish_reason is not FinishReason.ABORT
+                ):  # by the reader of an earlier piece
+                    yield piece
 
     def generate(
         self, prompts: Sequence[str | Sequence[int]], params: SamplingParams | None = None

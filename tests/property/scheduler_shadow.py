@@ -13,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable
 
 from reference_engine.accounting import usage
+from reference_engine.pool_map import pool_map
 from reference_engine.prefix_index import Entry, sha256
 from reference_engine.request import FinishReason, Request, RequestRefused, Sequence, State
 from reference_engine.sampling_params import SamplingParams
@@ -347,6 +348,15 @@ class Simulation:
         )
         expect(now.token_states == len(slots), "accounting has other token states")
         expect(now.used_slots == len(set(blocks)) * size, "accounting has other blocks in use")
+        cells = pool_map(self.scheduler)
+        expect(
+            round(sum(c.filled * size for c in cells if c.holders)) == len(set(slots)),
+            "the map fills differently",
+        )
+        expect(sum(len(c.holders) for c in cells) == len(blocks), "the map has other holders")
+        expect(
+            sum(c.cached for c in cells) == self.scheduler.pool.num_cached, "the map has other cached blocks"
+        )
         expect(now.saved_blocks == len(blocks) - len(set(blocks)), "accounting has other blocks shared")
 
     def _check_forks(self, plan: StepPlan) -> None:

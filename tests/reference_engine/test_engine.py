@@ -172,6 +172,18 @@ def test_abort_in_the_middle_leaves_the_others_as_they_were(model: Any) -> None:
     assert engine.scheduler.pool.num_used == 0
 
 
+def test_a_reader_of_the_stream_may_abort_and_gets_no_more_of_it(model: Any) -> None:
+    engine = Engine(model, num_blocks=64)
+    numbers = [engine.add(prompt, GREEDY) for prompt in prompts_of(8, 3)]
+    kept = engine.completions_of(numbers[0])[0]
+    heard = []
+    for piece in engine.stream():
+        heard.append(piece.completion.request_id)
+        if piece.completion is kept and len(kept.token_ids) == 5:
+            engine.abort(numbers[1])  # whose piece of this very step is still to come
+    assert heard.count(numbers[0]) == 24 == heard.count(numbers[2]) and heard.count(numbers[1]) == 4
+
+
 @pytest.mark.parametrize("failure", [RuntimeError("out of luck"), KeyboardInterrupt()], ids=repr)
 def test_a_step_that_fails_loses_no_request(model: Any, failure: BaseException) -> None:
     calls = 0
