@@ -32,7 +32,7 @@ def byte_tokenizer() -> Tokenizer:
     return Tokenizer(backend, eos_token_ids=(EOS,))
 
 
-def tiny_model(dtype: torch.dtype = torch.float32, *, max_positions: int = 256, seed: int = 0) -> LoadedModel:
+def tiny_model(dtype: torch.dtype = torch.float32, *, device: str = "cpu", seed: int = 0) -> LoadedModel:
     """Llama-like, two layers, grouped queries; weights are large enough for logits to differ clearly."""
     config = ModelConfig(
         architecture="tiny",
@@ -43,7 +43,7 @@ def tiny_model(dtype: torch.dtype = torch.float32, *, max_positions: int = 256, 
         num_q_heads=4,
         num_kv_heads=2,
         head_dim=8,
-        max_positions=max_positions,
+        max_positions=256,
         norm="rms",
         norm_eps=1e-5,
         activation="silu",
@@ -54,7 +54,7 @@ def tiny_model(dtype: torch.dtype = torch.float32, *, max_positions: int = 256, 
         mlp_bias=False,
         tied_embeddings=False,
     )
-    decoder = Decoder(config, dtype=dtype)
+    decoder = Decoder(config, dtype=dtype, device=device)
     generator = torch.Generator().manual_seed(seed)
     for parameter in decoder.parameters():
         scale = 1.0 if parameter.ndim == 1 else 2.0 * parameter.shape[1] ** -0.5
@@ -71,7 +71,7 @@ def attend_to_all(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tens
         value.double().repeat_interleave(group, 1),
     )
     logits = torch.einsum("qhd,khd->hqk", q, k) * query.shape[2] ** -0.5
-    future = torch.ones(logits.shape[1:], dtype=torch.bool).triu(1)
+    future = torch.ones(logits.shape[1:], dtype=torch.bool, device=logits.device).triu(1)
     weights = logits.masked_fill(future, -torch.inf).softmax(-1)
     return torch.einsum("hqk,khd->qhd", weights, v).to(query.dtype)
 
@@ -81,8 +81,9 @@ def alone(model: LoadedModel, prompt: list[int], params: SamplingParams, sample_
     """What sample `sample_index` should generate: everything computed anew for each token."""
     tokens = list(prompt)
     while True:
-        positions = torch.arange(len(tokens))
-        hidden = model.decoder(torch.tensor(tokens), positions, attend_to_all)
+        device = model.decoder.device
+        positions = torch.arange(len(tokens), device=device)
+        hidden = model.decoder(torch.tensor(tokens, device=device), positions, attend_to_all)
         key = (params.seed or 0, sample_index, len(tokens))
         (token,), _ = sampler.sample(model.decoder.logits(hidden[-1:]), [params], [key])
         tokens.append(token)
