@@ -60,6 +60,12 @@ def llama3_rescale(
     `high_freq_factor` turns on.
     """
 
+    if not (factor > 0 and high_freq_factor > low_freq_factor):
+        raise ModelError(
+            "llama3 rope wants factor > 0 and high_freq_factor > low_freq_factor, "
+            f"got {factor}, {high_freq_factor} and {low_freq_factor}"
+        )
+
     def rescale(frequency: float) -> float:
         turns = original_max_positions * frequency / (2 * math.pi)
         kept = (turns - low_freq_factor) / (high_freq_factor - low_freq_factor)

@@ -66,6 +66,7 @@ _UNSUPPORTED_KEYS: dict[str, tuple[str, tuple[Any, ...]]] = {
     "expert_count": ("a mixture of experts", (0,)),
     "final_logit_softcapping": ("soft-capped logits", (0.0,)),
     "logit_scale": ("scaled logits", (0.0, 1.0)),
+    "rope.scale_linear": ("rotary positions rescaled in an old way", (0.0, 1.0)),
     "residual_scale": ("scaled residuals", (0.0, 1.0)),
     "use_parallel_residual": ("parallel residuals", (False,)),
 }
@@ -307,6 +308,8 @@ def _rope(file: GgufFile, kind: str, head_dim: int) -> RopeConfig:
     scaling = file.get(f"{kind}.rope.scaling.type", str, "none")
     if scaling == "linear":
         factor = file.get(f"{kind}.rope.scaling.factor", float)
+        if not factor > 0:
+            raise ModelError(f"{file.path}: {kind}.rope.scaling.factor must be positive, got {factor}")
         frequencies = tuple(frequency / factor for frequency in frequencies)
     elif scaling != "none":
         raise ModelError(
@@ -314,10 +317,10 @@ def _rope(file: GgufFile, kind: str, head_dim: int) -> RopeConfig:
         )
     if _ROPE_DIVISORS in file.tensors:
         divisors = file.read(_ROPE_DIVISORS).flatten().tolist()
-        if len(divisors) != len(frequencies):
+        if len(divisors) != len(frequencies) or not all(divisor > 0 for divisor in divisors):
             raise ModelError(
-                f"{file.path}: tensor {_ROPE_DIVISORS!r} must hold {len(frequencies)} numbers, "
-                f"got {len(divisors)}"
+                f"{file.path}: tensor {_ROPE_DIVISORS!r} must hold {len(frequencies)} positive numbers, "
+                f"got {_shorten(divisors)}"
             )
         frequencies = tuple(f / divisor for f, divisor in zip(frequencies, divisors, strict=True))
     return RopeConfig(frequencies)

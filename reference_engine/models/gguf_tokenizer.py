@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import Any
 
 from reference_engine.models.config import ModelError
@@ -20,7 +21,37 @@ _LLAMA3_WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|"
     r"\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_QWEN2_WORDS = _LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}")
+
+
+@dataclass(frozen=True)
+class _Rule:
+    """What the name in tokenizer.ggml.pre stands for; the file does not spell it out.
+
+    Attributes:
+        words: the pattern that cuts text into words before merging; None is GPT-2's.
+        digits: every numeral is a word.
+        whole_words: a word that is a token is taken as it is, without merging up to it.
+        begins: a prompt begins with the beginning-of-text token, unless the file says otherwise.
+        composed: text is first brought into Unicode's normal form C.
+    """
+
+    words: str | None = None
+    digits: bool = False
+    whole_words: bool = False
+    begins: bool = False
+    composed: bool = False
+
+
+_LLAMA3 = _Rule(words=_LLAMA3_WORDS, whole_words=True, begins=True)
+_RULES = {
+    "default": _Rule(),
+    "gpt-2": _Rule(),
+    "smollm": _Rule(digits=True),
+    "starcoder": _Rule(digits=True),
+    "llama-bpe": _LLAMA3,
+    "llama3": _LLAMA3,
+    "qwen2": _Rule(words=_LLAMA3_WORDS.replace(r"\p{N}{1,3}", r"\p{N}"), composed=True),
+}
 
 
 def load_tokenizer(file: GgufFile) -> Tokenizer:
@@ -35,6 +66,12 @@ def load_tokenizer(file: GgufFile) -> Tokenizer:
         raise ModelError(
             f"{file.path}: tokenizer model {model!r} is not supported; supported is gpt2 (byte-level BPE)"
         )
+    name = file.get("tokenizer.ggml.pre", str, "default")
+    if name not in _RULES:
+        raise ModelError(
+            f"{file.path}: pre-tokenizer {name!r} is not supported; supported are {', '.join(_RULES)}"
+        )
+    rule = _RULES[name]
     tokens: list[str] = file.get("tokenizer.ggml.tokens", list)
     merges: list[str] = file.get("tokenizer.ggml.merges", list)
     kinds: list[int] = file.get("tokenizer.ggml.token_type", list, [1] * len(tokens))
@@ -51,11 +88,14 @@ def load_tokenizer(file: GgufFile) -> Tokenizer:
                 merges=[tuple(merge.split(" ", 1)) for merge in merges],
                 fuse_unk=False,
                 byte_fallback=False,
+                ignore_merges=rule.whole_words,
             )
         )
     except Exception as error:  # the package raises bare Exception
         raise ModelError(f"{file.path}: tokens and merges make no tokenizer: {error}") from None
-    backend.pre_tokenizer = _pre_tokenizer(tokenizers, file)
+    if rule.composed:
+        backend.normalizer = tokenizers.normalizers.NFC()
+    backend.pre_tokenizer = _pre_tokenizer(tokenizers, rule)
     backend.decoder = tokenizers.decoders.ByteLevel()
     for kind, special in ((_CONTROL, True), (_USER_DEFINED, False)):
         named = [
@@ -67,7 +107,7 @@ def load_tokenizer(file: GgufFile) -> Tokenizer:
 
     bos_id = _token_id(file, "bos_token_id", tokens)
     eos_id = _token_id(file, "eos_token_id", tokens)
-    if file.get("tokenizer.ggml.add_bos_token", bool, False):
+    if file.get("tokenizer.ggml.add_bos_token", bool, rule.begins):
         if bos_id is None:
             raise ModelError(f"{file.path}: add_bos_token is set but there is no bos_token_id")
         backend.post_processor = tokenizers.processors.TemplateProcessing(
@@ -83,23 +123,13 @@ def load_tokenizer(file: GgufFile) -> Tokenizer:
     )
 
 
-def _pre_tokenizer(tokenizers: Any, file: GgufFile) -> Any:
-    """How text is cut into words before merging; the metadata only give the name of the rule."""
+def _pre_tokenizer(tokenizers: Any, rule: _Rule) -> Any:
     pre = tokenizers.pre_tokenizers
-    rule = file.get("tokenizer.ggml.pre", str, "default")
-    gpt2_words = pre.ByteLevel(add_prefix_space=False, use_regex=True)
-    if rule in ("gpt-2", "default"):
-        return gpt2_words
-    if rule in ("smollm", "starcoder"):  # every digit is a word
-        return pre.Sequence([pre.Digits(individual_digits=True), gpt2_words])
-    patterns = {"llama-bpe": _LLAMA3_WORDS, "llama3": _LLAMA3_WORDS, "qwen2": _QWEN2_WORDS}
-    if rule in patterns:
-        words = pre.Split(tokenizers.Regex(patterns[rule]), behavior="isolated")
+    if rule.words is not None:
+        words = pre.Split(tokenizers.Regex(rule.words), behavior="isolated")
         return pre.Sequence([words, pre.ByteLevel(add_prefix_space=False, use_regex=False)])
-    raise ModelError(
-        f"{file.path}: pre-tokenizer {rule!r} is not supported; "
-        f"supported are default, gpt-2, smollm, starcoder, {', '.join(patterns)}"
-    )
+    words = pre.ByteLevel(add_prefix_space=False, use_regex=True)
+    return pre.Sequence([pre.Digits(individual_digits=True), words]) if rule.digits else words
 
 
 def _token_id(file: GgufFile, key: str, tokens: list[str]) -> int | None:

@@ -241,6 +241,18 @@ def _refuse_window(fields: _Fields, max_positions: int) -> None:
         )
 
 
+_ROPE_FIELDS = {
+    "factor",
+    "high_freq_factor",
+    "low_freq_factor",
+    "original_max_position_embeddings",
+    "partial_rotary_factor",
+    "rope_theta",
+    "rope_type",
+    "type",
+}
+
+
 def _rope(fields: _Fields, head_dim: int, max_positions: int) -> RopeConfig:
     # Newer files have one object with everything; older ones a theta, and an object only for rescaling.
     name = "rope_parameters" if fields.values.get("rope_parameters") is not None else "rope_scaling"
@@ -252,8 +264,17 @@ def _rope(fields: _Fields, head_dim: int, max_positions: int) -> RopeConfig:
         raise ModelError(f"{fields.path}: rope_theta must be positive, got {theta}")
     frequencies = rope_frequencies(head_dim, theta)
     kind = rope.values.get("rope_type", rope.values.get("type", "default"))
+    if kind not in ("default", "linear", "llama3"):
+        raise ModelError(
+            f"{fields.path}: rope type {kind!r} is not supported; supported are default, linear and llama3"
+        )
+    unknown = sorted(rope.values.keys() - _ROPE_FIELDS)
+    if unknown:
+        raise ModelError(f"{fields.path}: {name} holds {unknown[0]!r}, which is not supported")
     if kind == "linear":
         factor = rope.get("factor", float)
+        if not factor > 0:
+            raise ModelError(f"{fields.path}: factor of {name} must be positive, got {factor}")
         frequencies = tuple(frequency / factor for frequency in frequencies)
     elif kind == "llama3":
         frequencies = llama3_rescale(
@@ -262,10 +283,6 @@ def _rope(fields: _Fields, head_dim: int, max_positions: int) -> RopeConfig:
             low_freq_factor=rope.get("low_freq_factor", float),
             high_freq_factor=rope.get("high_freq_factor", float),
             original_max_positions=rope.get("original_max_position_embeddings", int, max_positions),
-        )
-    elif kind != "default":
-        raise ModelError(
-            f"{fields.path}: rope type {kind!r} is not supported; supported are default, linear and llama3"
         )
     return RopeConfig(frequencies)
 

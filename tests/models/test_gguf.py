@@ -112,6 +112,7 @@ def test_a_cut_names_the_first_tensor_it_takes(file_bytes: bytes, tmp_path: Path
         load_model(path)
 
 
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")  # damaged scales
 def test_damaged_bytes_never_do_worse_than_a_model_error(file_bytes: bytes, tmp_path: Path) -> None:
     """Each run changes a few bytes before the weights. A damaged value may well go unnoticed, of course."""
     choose, path = random.Random(0), tmp_path / "damaged.gguf"
@@ -188,6 +189,43 @@ def test_containers_that_are_refused(content: bytes, message: str, tmp_path: Pat
     with pytest.raises(ModelError, match=message) as caught:
         load_model(path)
     assert str(path) in str(caught.value)
+
+
+def tokenizer_of(path: Path, **metadata):
+    write_gguf(path, small("llama", num_hidden_layers=1), **metadata)
+    return load_model(path).tokenizer
+
+
+def words_of(tokenizer, text: str) -> list[tuple[str, tuple[int, int]]]:
+    return tokenizer.backend.pre_tokenizer.pre_tokenize_str(text)
+
+
+TEXT = "I'll  pay 12345 €, don't   you?\n\n x=foo_bar(½)  \r\n\tWE'VE 日本語 é "
+
+
+def test_qwen2_words_are_transformers(tmp_path: Path) -> None:
+    from transformers import Qwen2Tokenizer
+
+    ours = tokenizer_of(tmp_path / "m.gguf", tokenizer__ggml__pre="qwen2")
+    theirs = Qwen2Tokenizer()
+    assert words_of(ours, TEXT) == theirs.backend_tokenizer.pre_tokenizer.pre_tokenize_str(TEXT)
+    assert ours.encode("e\u0301") == ours.encode("é")
+
+
+def test_llama3_words(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path / "m.gguf", tokenizer__ggml__pre="llama-bpe")
+    cut = [TEXT[a:b] for _, (a, b) in words_of(tokenizer, TEXT)]
+    assert cut[:10] == ["I", "'ll", " ", " pay", " ", "123", "45", " €,", " don", "'t"]
+    assert "".join(cut) == TEXT
+    assert tokenizer.encode("he")[0] == 1  # the beginning-of-text token
+    assert tokenizer.encode("he", add_special_tokens=False)[0] != 1
+
+
+def test_gpt2_words(tmp_path: Path) -> None:
+    tokenizer = tokenizer_of(tmp_path / "m.gguf", tokenizer__ggml__pre="gpt-2")
+    cut = [TEXT[a:b] for _, (a, b) in words_of(tokenizer, TEXT)]
+    assert cut[:9] == ["I", "'ll", " ", " pay", " 12345", " €,", " don", "'t", "  "]
+    assert tokenizer.encode("hello world") == [3 + 256 + 3, 3 + 256 + 8]
 
 
 def test_our_reader_agrees_with_the_package(tmp_path: Path) -> None:

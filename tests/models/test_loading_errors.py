@@ -72,6 +72,25 @@ UNSUPPORTED = [
         "'low_freq_factor' is missing",
     ),
     ("llama", {"rope_parameters": {**ROPE, "rope_theta": 0}}, "rope_theta must be positive, got 0"),
+    ("llama", {"rope_parameters": {"full_attention": ROPE}}, "rope_parameters holds 'full_attention'"),
+    (
+        "llama",
+        {"rope_parameters": {**ROPE, "rope_type": "linear", "factor": 0}},
+        "factor .* must be positive",
+    ),
+    (
+        "llama",
+        {
+            "rope_parameters": {
+                **ROPE,
+                "rope_type": "llama3",
+                "factor": 2,
+                "low_freq_factor": 4,
+                "high_freq_factor": 4,
+            }
+        },
+        "high_freq_factor > low_freq_factor, got 2.0, 4.0 and 4.0",
+    ),
     ("mistral", {"sliding_window": 128}, "sliding_window = 128 within a context of 256"),
     ("llama", {"layer_types": ["full_attention", "sliding_attention"]}, "layer_types"),
 ]
