@@ -22,56 +22,64 @@ struct Tile {
   const E* row(int token) const { return reinterpret_cast<const E*>(rows[token] + offset); }
 };
 
-// How many tokens `num_rows` rows take at a time: as many as give kLanes sums (kLanes / 4 for three).
-constexpr int tokens_at_once(int num_rows) { return kLanes / (num_rows == 3 ? 4 : num_rows); }
+// So many tokens at a time give kLanes sums, or three quarters of them for three rows.
+constexpr int groups_of(int num_rows) { return num_rows == 3 ? 4 : num_rows; }
+
+// query[r] . key[t + j] in lane r * kTokens + j, for kTokens = kLanes / groups_of(kRows) tokens.
+template <class E, int kRows>
+__attribute__((always_inline)) inline Vec score_group(const Tile<E>& key, int t, const float* query,
+                                                      int64_t query_stride, Prefetcher* prefetcher) {
+  constexpr int kTokens = kLanes / groups_of(kRows);
+  constexpr int kPair = 2 * kLanes;
+  const E* k[kTokens];
+  for (int j = 0; j < kTokens; j++) k[j] = key.row(t + j);
+  Vec sums[kLanes];
+#pragma GCC unroll 16
+  for (int i = 0; i < kLanes; i++) sums[i] = zero();
+  const auto accumulate = [&](int pair, auto load_key) __attribute__((always_inline)) {
+    Pair q[kRows];
+#pragma GCC unroll 4
+    for (int r = 0; r < kRows; r++) {
+      const float* x = query + r * query_stride + pair * kPair;
+      q[r] = {load(x), load(x + kLanes)};
+    }
+#pragma GCC unroll 16
+    for (int j = 0; j < kTokens; j++) {
+      const Pair x = load_key(k[j] + pair * kPair);
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; r++) {
+        Vec& sum = sums[r * kTokens + j];
+        sum = fma(q[r].b, x.b, fma(q[r].a, x.a, sum));
+      }
+    }
+  };
+  for (int pair = 0; pair < key.num_pairs; pair++) {
+    accumulate(pair, [](const E* x) __attribute__((always_inline)) { return load_pair(x); });
+    if (prefetcher) prefetcher->step<int(kTokens * kPair * sizeof(E))>();
+  }
+  if (key.tail)
+    accumulate(key.num_pairs,
+               [&](const E* x) __attribute__((always_inline)) { return load_pair(x, key.tail); });
+  return reduce(sums);
+}
 
 // scores[r][t] = query[r] . key[t] for the tile's tokens; beyond them, up to a multiple of kLanes, waste.
 // query: kRows rows of f32 in pair order, zeros up to padded(dim). scores: rows kTileTokens apart.
 template <class E, int kRows>
 void score(const Tile<E>& key, int num_tokens, const float* query, int64_t query_stride, float* scores,
            Prefetcher* prefetcher) {
-  constexpr int kTokens = tokens_at_once(kRows);
-  constexpr int kPair = 2 * kLanes;
-  for (int t = 0; t < num_tokens; t += kTokens) {
-    const E* k[kTokens];
-    for (int j = 0; j < kTokens; j++) k[j] = key.row(t + j);
-    Vec sums[kLanes];
-#pragma GCC unroll 16
-    for (int i = 0; i < kLanes; i++) sums[i] = zero();
-    const auto accumulate = [&](int pair, auto load_key) __attribute__((always_inline)) {
-      Pair q[kRows];
-#pragma GCC unroll 4
-      for (int r = 0; r < kRows; r++) {
-        const float* x = query + r * query_stride + pair * kPair;
-        q[r] = {load(x), load(x + kLanes)};
-      }
-#pragma GCC unroll 16
-      for (int j = 0; j < kTokens; j++) {
-        const Pair x = load_key(k[j] + pair * kPair);
-#pragma GCC unroll 4
-        for (int r = 0; r < kRows; r++) {
-          Vec& sum = sums[r * kTokens + j];
-          sum = fma(q[r].b, x.b, fma(q[r].a, x.a, sum));
-        }
-      }
-    };
-    for (int pair = 0; pair < key.num_pairs; pair++) {
-      accumulate(pair, [](const E* x) __attribute__((always_inline)) { return load_pair(x); });
-      if (prefetcher) prefetcher->step<int(kTokens * kPair * sizeof(E))>();
+  constexpr int kGroups = groups_of(kRows);
+  constexpr int kTokens = kLanes / kGroups;
+  for (int begin = 0; begin < num_tokens; begin += kLanes) {
+    Vec groups[kGroups];
+    for (int g = 0; g < kGroups; g++) {
+      const int t = begin + g * kTokens;
+      groups[g] = t < num_tokens ? score_group<E, kRows>(key, t, query, query_stride, prefetcher) : zero();
     }
-    if (key.tail)
-      accumulate(key.num_pairs,
-                 [&](const E* x) __attribute__((always_inline)) { return load_pair(x, key.tail); });
-
-    const Vec all = reduce(sums);
-    if constexpr (kRows == 1) {
-      store(scores + t, all);
-    } else {
-      float each[kLanes];
-      store(each, all);
-      for (int r = 0; r < kRows; r++)
-        memcpy(scores + r * kTileTokens + t, each + r * kTokens, kTokens * sizeof(float));
-    }
+    // Whole vectors of a row's scores, for whole vectors is how they are read again at once: loads do not
+    // find the pieces of several stores that are still on their way to the cache.
+    deal(groups);
+    for (int r = 0; r < kRows; r++) store(scores + r * kTileTokens + begin, groups[r]);
   }
 }
 

@@ -61,6 +61,25 @@ inline Vec reduce(const Vec (&x)[kLanes]) {
   return add(_mm256_blend_ps(u[0], u[1], 0xaa), _mm256_permute_ps(_mm256_blend_ps(u[0], u[1], 0x55), 0xb1));
 }
 
+inline void deal(Vec (&)[1]) {}
+inline void deal(Vec (&x)[2]) {
+  const Vec y = _mm256_permute2f128_ps(x[0], x[1], 0x20);
+  x[1] = _mm256_permute2f128_ps(x[0], x[1], 0x31);
+  x[0] = y;
+}
+inline void deal(Vec (&x)[4]) {
+  const auto interleave = [](Vec p, Vec q, bool high) {
+    const __m256d a = _mm256_castps_pd(p), b = _mm256_castps_pd(q);
+    return _mm256_castpd_ps(high ? _mm256_unpackhi_pd(a, b) : _mm256_unpacklo_pd(a, b));
+  };
+  const Vec even[2] = {interleave(x[0], x[1], false), interleave(x[2], x[3], false)};
+  const Vec odd[2] = {interleave(x[0], x[1], true), interleave(x[2], x[3], true)};
+  x[0] = _mm256_permute2f128_ps(even[0], even[1], 0x20);
+  x[1] = _mm256_permute2f128_ps(odd[0], odd[1], 0x20);
+  x[2] = _mm256_permute2f128_ps(even[0], even[1], 0x31);
+  x[3] = _mm256_permute2f128_ps(odd[0], odd[1], 0x31);
+}
+
 // f32 and f16 pairs keep the elements' order.
 inline Pair load_pair(const float* x) { return {load(x), load(x + 8)}; }
 inline Pair load_pair(const float* x, int) { return {load(x), zero()}; }

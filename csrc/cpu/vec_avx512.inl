@@ -69,6 +69,21 @@ inline Vec reduce(const Vec (&x)[kLanes]) {
   return add(_mm512_mask_mov_ps(v[0], 0xaaaa, v[1]), _mm512_permutex2var_ps(v[0], swap_lanes, v[1]));
 }
 
+inline void deal(Vec (&)[1]) {}
+inline void deal(Vec (&x)[2]) {
+  const Vec y = _mm512_shuffle_f32x4(x[0], x[1], 0x44);
+  x[1] = _mm512_shuffle_f32x4(x[0], x[1], 0xee);
+  x[0] = y;
+}
+inline void deal(Vec (&x)[4]) {
+  const Vec low[2] = {_mm512_shuffle_f32x4(x[0], x[1], 0x44), _mm512_shuffle_f32x4(x[2], x[3], 0x44)};
+  const Vec high[2] = {_mm512_shuffle_f32x4(x[0], x[1], 0xee), _mm512_shuffle_f32x4(x[2], x[3], 0xee)};
+  x[0] = _mm512_shuffle_f32x4(low[0], low[1], 0x88);
+  x[1] = _mm512_shuffle_f32x4(low[0], low[1], 0xdd);
+  x[2] = _mm512_shuffle_f32x4(high[0], high[1], 0x88);
+  x[3] = _mm512_shuffle_f32x4(high[0], high[1], 0xdd);
+}
+
 // f32 and f16 pairs keep the elements' order.
 inline Pair load_pair(const float* x) { return {load(x), load(x + 16)}; }
 inline Pair load_pair(const float* x, int n) {

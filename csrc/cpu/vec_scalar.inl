@@ -51,6 +51,16 @@ inline Vec exp2(Vec x) {
 // Lane i of the result is the sum of x[i]'s lanes, added in one order for every i.
 inline Vec reduce(const Vec (&x)[kLanes]) { return Vec{sum(x[0]), sum(x[1]), sum(x[2]), sum(x[3])}; }
 
+// x[g] holds kLanes / N lanes for each of N rows; afterwards x[r] holds row r's lanes of x[0], x[1], ...
+template <int N>
+inline void deal(Vec (&x)[N]) {
+  constexpr int kWidth = kLanes / N;
+  Vec y[N];
+  memcpy(y, x, sizeof(y));
+  for (int r = 0; r < N; r++)
+    for (int i = 0; i < kLanes; i++) x[r][i] = y[i / kWidth][r * kWidth + i % kWidth];
+}
+
 inline float to_float(float x) { return x; }
 inline float to_float(f16 x) { return portable::to_float(x); }
 inline float to_float(bf16 x) { return portable::to_float(x); }
