@@ -157,9 +157,9 @@ class Scheduler:
                 preempted += victims
                 spans.append(self._span(sequence, budget))
                 budget -= len(spans[-1].tokens)
-            # Nobody is admitted past one that ranks above it and still waits, be it new or just preempted.
-            # A running sequence that found no room keeps what it has: only those that rank above hold more.
-            if preempted or (is_new and victims is None):
+            # Nobody is admitted past one that ranks above it and waits: a new one, a victim, or a running one
+            # that found no room. That one keeps what it has: all it lacks is held by those that rank above.
+            if preempted or victims is None:
                 waiting.clear()
         slots = [span.sequence.table.slots(span.start, span.stop) for span in spans]
         self._in_flight = StepPlan(

@@ -92,7 +92,7 @@ MUTATIONS: dict[str, list[tuple[str, str, str]]] = {
     "scheduler.Scheduler.plan": [
         ("victim is scheduled again at once", "if sequence in preempted:", "if False:"),
         ("newcomers pass a victim", "if preempted or", "if"),
-        ("newcomers pass one that waits", "or (is_new and victims is None)", ""),
+        ("newcomers pass one that waits", "or victims is None", ""),
         ("budget overrun", "budget -= len(spans[-1].tokens)", "budget -= 1"),
         ("a lone sequence outgrows the pool", "> self.config.num_blocks", "> 10**9"),
     ],
