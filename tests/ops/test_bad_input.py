@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,7 +16,7 @@ from hypothesis import strategies as st
 
 import paged_ops
 from paged_ops.testing import arrays
-from paged_ops.testing.backends import HostOps
+from paged_ops.testing.backends import HostOps, Target
 
 Arguments = dict[str, Any]
 F32 = np.float32
@@ -403,6 +406,23 @@ def test_index_out_of_range(
     assert str(value) in message, message
     if name != "block_pairs":
         assert f"[{', '.join(map(str, place))}]" in message, message
+
+
+def test_checks_by_environment(target: Target) -> None:
+    """PAGED_OPS_CHECK=1 turns them on where they are off."""
+    if target.backend != "emulated":
+        pytest.skip("on by default on the CPU; the emulator stands for every other backend")
+    code = (
+        "import numpy as np, paged_ops; from paged_ops.testing.backends import use_backend\n"
+        "rows, cache = np.ones((1, 1, 8), 'f4'), np.ones((2, 4, 1, 8), 'f4'); slots = np.array([8])\n"
+        "with use_backend('emulated'): paged_ops.write_kv_cache(rows, rows, cache, cache.copy(), slots)"
+    )
+    for check, raises in (("0", False), ("1", True)):
+        environment = {**os.environ, "PAGED_OPS_CHECK": check}
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=False
+        )
+        assert ("ValueError: slot_mapping[0] = 8" in done.stderr) == raises, done.stderr
 
 
 def test_first_of_many_faults_is_reported(ops: HostOps) -> None:

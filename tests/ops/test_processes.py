@@ -1,0 +1,86 @@
+"""The CPU backend among threads and processes: calls at once, after a fork, inside pools of others."""
+
+from __future__ import annotations
+
+import multiprocessing.connection
+import os
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import paged_ops
+from paged_ops.testing.backends import HostOps, Target, use_num_threads
+from paged_ops.testing.cases import Case, build
+from paged_ops.testing.checks import require_same_bits
+
+CASES = [
+    Case((900, 5, 0, 600), dtype="bfloat16", num_q_heads=8),
+    Case((300, 40), (60, 40), num_q_heads=4),
+    Case((33,) * 40, dtype="float16", head_dim=128),
+]
+
+
+def attend_all(ops: Any) -> list[Any]:
+    return [build(case).attention(ops) for case in CASES]
+
+
+def require_equal(wanted: list[Any], actual: list[Any]) -> None:
+    for one, other in zip(wanted, actual, strict=True):
+        require_same_bits("out", one[0], other[0])
+        require_same_bits("lse", one[1], other[1])
+
+
+@pytest.fixture
+def cpu(target: Target) -> HostOps:
+    if target.backend != "cpu":
+        pytest.skip("threads and processes are the CPU backend's")
+    return HostOps(target)
+
+
+@pytest.mark.parametrize("num_threads", [1, 2, 4])
+def test_calls_at_once(cpu: HostOps, num_threads: int) -> None:
+    """The GIL is released inside an op: several Python threads compute at once, each with its own scratch."""
+    with cpu.target.use(), use_num_threads(num_threads):
+        wanted = attend_all(paged_ops)
+        with ThreadPoolExecutor(6) as pool:
+            for actual in pool.map(lambda _: attend_all(paged_ops), range(24)):
+                require_equal(wanted, actual)
+
+
+def test_after_a_fork(cpu: HostOps) -> None:
+    """A child has none of its parent's threads; it must neither wait for them nor give other bits."""
+    wanted = attend_all(cpu)
+    reader, writer = os.pipe()
+    child = os.fork()
+    if child == 0:  # no test framework in here: report by a byte
+        try:
+            require_equal(wanted, attend_all(cpu))
+            os.write(writer, b"y")
+        except BaseException:
+            os.write(writer, b"n")
+        finally:
+            os._exit(0)
+    os.close(writer)
+    try:
+        ready = multiprocessing.connection.wait([reader], timeout=60)
+        assert ready, "the child hangs"
+        assert os.read(reader, 1) == b"y"
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+        os.close(reader)
+    require_equal(wanted, attend_all(cpu))  # and the parent goes on
+
+
+def test_number_of_threads() -> None:
+    before = paged_ops.get_num_threads()
+    try:
+        paged_ops.set_num_threads(3)
+        assert paged_ops.get_num_threads() == 3
+        for wrong in (0, -1):
+            with pytest.raises(ValueError, match="^num_threads: "):
+                paged_ops.set_num_threads(wrong)
+        assert paged_ops.get_num_threads() == 3
+    finally:
+        paged_ops.set_num_threads(before)
