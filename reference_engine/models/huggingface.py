@@ -1,15 +1,11 @@
-"""Reads a Hugging Face model folder: config.json and safetensors, to a ModelConfig, names and tensors."""
+"""Reads the config.json of a Hugging Face folder: to a ModelConfig, and the names that its tensors have."""
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 from reference_engine.models.config import (
     Activation,
@@ -19,10 +15,9 @@ from reference_engine.models.config import (
     llama3_rescale,
     rope_frequencies,
 )
-from reference_engine.models.requirements import require
+from reference_engine.models.json_file import Fields, read_json
+from reference_engine.models.safetensors_folder import SafetensorsFolder
 from reference_engine.models.weights import Naming
-
-T = TypeVar("T")
 
 _LLAMA_NAMING = Naming(
     embedding="model.embed_tokens",
@@ -68,8 +63,6 @@ _ACTIVATIONS: dict[str, Activation] = {
     "gelu_pytorch_tanh": "gelu_tanh",
 }
 
-_STORED_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-
 # Fields that change what a model computes, in a way that the decoder has no part for: name -> (meaning,
 # values that switch it off). An absent or null field is off.
 _UNSUPPORTED_FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
@@ -97,38 +90,6 @@ _UNSUPPORTED_FIELDS: dict[str, tuple[str, tuple[Any, ...]]] = {
 }
 
 
-class _Fields:
-    """A JSON object whose fields are taken by name and type, with errors that name the file."""
-
-    def __init__(self, path: Path, values: dict[str, Any]) -> None:
-        self.path, self.values = path, values
-
-    def get(self, name: str, kind: type[T], default: T | None = None) -> T:
-        value = self.values.get(name)
-        if value is None:
-            if default is None:
-                raise ModelError(f"{self.path}: {name!r} is missing")
-            return default
-        if kind is float and isinstance(value, int) and not isinstance(value, bool):
-            value = float(value)
-        if not isinstance(value, kind) or (kind is int and isinstance(value, bool)):
-            raise ModelError(f"{self.path}: {name!r} must be {kind.__name__}, got {value!r}")
-        return value
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """The object in a JSON file; ModelError names the file when it is missing, broken or no object."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelError(f"{path}: no such file") from None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: not readable as JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise ModelError(f"{path}: must hold a JSON object, got {type(value).__name__}")
-    return value
-
-
 def read_config(folder: Path) -> tuple[ModelConfig, Naming]:
     """The shape that `config.json` describes, and the names its tensors have.
 
@@ -142,7 +103,7 @@ def read_config(folder: Path) -> tuple[ModelConfig, Naming]:
         raise ModelError(
             f"{path}: model_type {kind!r} is not supported; supported are gpt2, llama, mistral and qwen2"
         )
-    fields = _Fields(path, values)
+    fields = Fields(path, values)
     _refuse_unsupported(fields)
     try:
         return (_gpt2(fields), _GPT2_NAMING) if kind == "gpt2" else (_llama(fields, kind), _LLAMA_NAMING)
@@ -150,14 +111,14 @@ def read_config(folder: Path) -> tuple[ModelConfig, Naming]:
         raise error if str(path) in str(error) else ModelError(f"{path}: {error}") from None
 
 
-def _refuse_unsupported(fields: _Fields) -> None:
+def _refuse_unsupported(fields: Fields) -> None:
     for name, (meaning, neutral) in _UNSUPPORTED_FIELDS.items():
         value = fields.values.get(name)
         if value is not None and value not in neutral:
             raise ModelError(f"{fields.path}: {name} = {value!r} asks for {meaning}, which is not supported")
 
 
-def _gpt2(fields: _Fields) -> ModelConfig:
+def _gpt2(fields: Fields) -> ModelConfig:
     hidden, heads = fields.get("n_embd", int), fields.get("n_head", int)
     if heads < 1 or hidden % heads:
         raise ModelError(f"n_embd must be a multiple of n_head, got {hidden} and {heads}")
@@ -183,7 +144,7 @@ def _gpt2(fields: _Fields) -> ModelConfig:
     )
 
 
-def _llama(fields: _Fields, kind: str) -> ModelConfig:
+def _llama(fields: Fields, kind: str) -> ModelConfig:
     hidden, heads = fields.get("hidden_size", int), fields.get("num_attention_heads", int)
     if fields.values.get("head_dim") is None and (heads < 1 or hidden % heads):
         raise ModelError(
@@ -217,7 +178,7 @@ def _llama(fields: _Fields, kind: str) -> ModelConfig:
     )
 
 
-def _activation(fields: _Fields, name: str, default: str) -> Activation:
+def _activation(fields: Fields, name: str, default: str) -> Activation:
     value = fields.get(name, str, default)
     if value not in _ACTIVATIONS:
         raise ModelError(
@@ -226,7 +187,7 @@ def _activation(fields: _Fields, name: str, default: str) -> Activation:
     return _ACTIVATIONS[value]
 
 
-def _refuse_window(fields: _Fields, max_positions: int) -> None:
+def _refuse_window(fields: Fields, max_positions: int) -> None:
     window = fields.values.get("sliding_window")
     windowed = window is not None and fields.values.get("use_sliding_window", True) is not False
     if windowed and fields.get("sliding_window", int) < max_positions:
@@ -253,10 +214,10 @@ _ROPE_FIELDS = {
 }
 
 
-def _rope(fields: _Fields, head_dim: int, max_positions: int) -> RopeConfig:
+def _rope(fields: Fields, head_dim: int, max_positions: int) -> RopeConfig:
     # Newer files have one object with everything; older ones a theta, and an object only for rescaling.
     name = "rope_parameters" if fields.values.get("rope_parameters") is not None else "rope_scaling"
-    rope = _Fields(fields.path, fields.get(name, dict, {}))
+    rope = Fields(fields.path, fields.get(name, dict, {}))
     if rope.values.get("partial_rotary_factor") not in (None, 1):
         raise ModelError(f"{fields.path}: rotary positions on a part of each head are not supported")
     theta = rope.get("rope_theta", float, fields.get("rope_theta", float, 10000.0))
@@ -285,77 +246,6 @@ def _rope(fields: _Fields, head_dim: int, max_positions: int) -> RopeConfig:
             original_max_positions=rope.get("original_max_position_embeddings", int, max_positions),
         )
     return RopeConfig(frequencies)
-
-
-class SafetensorsFolder:
-    """The tensors of a folder's `model.safetensors`, or of the shards that its index lists."""
-
-    def __init__(self, folder: Path) -> None:
-        self._safetensors = require("safetensors")
-        index, single = folder / "model.safetensors.index.json", folder / "model.safetensors"
-        self._index = index if index.exists() else single
-        self._files: dict[str, Path] = {}
-        self._open: dict[Path, Any] = {}
-        if index.exists():
-            weight_map = read_json(index).get("weight_map")
-            if not isinstance(weight_map, dict) or not all(isinstance(f, str) for f in weight_map.values()):
-                raise ModelError(f"{index}: 'weight_map' must map tensor names to file names")
-            for name, file in weight_map.items():
-                if Path(file).name != file:
-                    raise ModelError(
-                        f"{index}: tensor {name!r} is said to lie outside the folder, in {file!r}"
-                    )
-                self._files[name] = folder / file
-            for path in sorted(set(self._files.values())):
-                held = set(self._handle(path).keys())
-                lacking = sorted(n for n, f in self._files.items() if f == path and n not in held)
-                if lacking:
-                    raise ModelError(
-                        f"{path}: tensor {lacking[0]!r} is missing, though {index.name} lists it here"
-                    )
-                self._files.update((name, path) for name in held)
-        elif single.exists():
-            self._files = {name: single for name in list(self._handle(single).keys())}
-        else:
-            pickled = sorted(folder.glob("*.bin"))
-            hint = f"; {pickled[0].name} is a pickle, which is not loaded: convert it" if pickled else ""
-            raise ModelError(f"{single}: no such file, and no {index.name}{hint}")
-
-    def _handle(self, path: Path) -> Any:
-        if path not in self._open:
-            try:
-                self._open[path] = self._safetensors.safe_open(path, framework="pt")
-            except (OSError, self._safetensors.SafetensorError) as error:
-                raise ModelError(
-                    f"{path}: not readable as safetensors, broken or cut short: {error}"
-                ) from None
-        return self._open[path]
-
-    def names(self) -> Iterable[str]:
-        return self._files
-
-    def shape(self, name: str) -> tuple[int, ...]:
-        return tuple(self._slice(name).get_shape())
-
-    def read(self, name: str) -> torch.Tensor:
-        stored = self._slice(name).get_dtype()
-        if stored not in _STORED_DTYPES:
-            raise ModelError(
-                f"{self.where(name)}: tensor {name!r} is stored as {stored}; "
-                f"supported are {', '.join(_STORED_DTYPES)}"
-            )
-        tensor: torch.Tensor = self._handle(self._files[name]).get_tensor(name)
-        return tensor
-
-    def where(self, name: str) -> str:
-        return str(self._files.get(name, self._index))
-
-    def dtype(self, name: str) -> torch.dtype | None:
-        """What a tensor is stored as; None when it is absent or nothing to compute with."""
-        return _STORED_DTYPES.get(self._slice(name).get_dtype()) if name in self._files else None
-
-    def _slice(self, name: str) -> Any:
-        return self._handle(self._files[name]).get_slice(name)
 
 
 def adapt_naming(naming: Naming, source: SafetensorsFolder) -> Naming:

@@ -10,10 +10,12 @@ from pathlib import Path
 
 import torch
 
-from reference_engine.models import gguf_file, gguf_tokenizer, huggingface
+from reference_engine.models import gguf_config, gguf_tokenizer, huggingface
 from reference_engine.models import tokenizer as hf_tokenizer
 from reference_engine.models.config import ModelConfig, ModelError
 from reference_engine.models.decoder import Decoder
+from reference_engine.models.gguf_file import GgufFile
+from reference_engine.models.safetensors_folder import SafetensorsFolder
 from reference_engine.models.tokenizer import Tokenizer
 from reference_engine.models.weights import Naming, TensorSource, check, fill, weight_plan
 
@@ -80,7 +82,7 @@ def load_model(
 
 def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device | str) -> LoadedModel:
     config, naming = huggingface.read_config(folder)
-    source = huggingface.SafetensorsFolder(folder)
+    source = SafetensorsFolder(folder)
     naming = huggingface.adapt_naming(naming, source)
     ignored = huggingface.ignorable(naming, config, source)
     dtype = dtype or source.dtype(f"{naming.embedding}.weight") or torch.float32
@@ -91,15 +93,15 @@ def _load_folder(folder: Path, dtype: torch.dtype | None, device: torch.device |
 
 
 def _load_gguf(path: Path, dtype: torch.dtype | None, device: torch.device | str) -> LoadedModel:
-    file = gguf_file.GgufFile(path)
-    config, naming = gguf_file.read_config(file)
+    file = GgufFile(path)
+    config, naming = gguf_config.read_config(file)
     tokenizer = gguf_tokenizer.load_tokenizer(file)
     if tokenizer.vocab_size > config.vocab_size:
         raise ModelError(
             f"{path}: there are {tokenizer.vocab_size} tokens but only {config.vocab_size} embeddings"
         )
     dtype = dtype or file.dtype(f"{naming.layer.format(0)}.{naming.down}.weight") or _fast_dtype(device)
-    decoder = _decoder(config, naming, file, gguf_file.ignorable(), dtype, device)
+    decoder = _decoder(config, naming, file, gguf_config.ignorable(), dtype, device)
     return LoadedModel(path.stem, path, config, decoder, tokenizer, tokenizer.eos_token_ids)
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from reference_engine.models.config import ModelError
-from reference_engine.models.huggingface import read_json
+from reference_engine.models.json_file import read_json
 from reference_engine.models.requirements import require
 
 Messages = Sequence[Mapping[str, Any]]
