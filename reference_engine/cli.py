@@ -8,7 +8,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-EXIT_USAGE = 2
+from reference_engine.interrupt import EXIT_INTERRUPTED, EXIT_USAGE, interrupts
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -20,9 +20,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
             reconfigure(
                 errors="replace"
             )  # a terminal that lacks a character shows "?" instead of a traceback
-    # Imported late: --help and wrong arguments need neither torch nor a model.
-    from reference_engine.interrupt import EXIT_INTERRUPTED
-
     try:
         return int(options.run(options))
     except KeyboardInterrupt:
@@ -89,10 +86,10 @@ def run_demo(options: argparse.Namespace) -> int:
 
 
 def run_generate(options: argparse.Namespace) -> int:
+    # Imported late: --help and wrong arguments need neither torch nor a model.
     from reference_engine.engine import Completion, Engine
-    from reference_engine.interrupt import EXIT_INTERRUPTED, interrupts
     from reference_engine.models.loader import load_model
-    from reference_engine.report import summary
+    from reference_engine.report import LABEL_WIDTH, summary
     from reference_engine.request import RequestRefused
     from reference_engine.sampling_params import SamplingParams
 
@@ -137,7 +134,7 @@ def run_generate(options: argparse.Namespace) -> int:
             refused = True
     if options.stats:
         for label, value in summary(engine, completions, time.monotonic() - started):
-            print(f"{label:>20}  {value}", file=sys.stderr)
+            print(f"{label:<{LABEL_WIDTH}}{value}", file=sys.stderr)
     if interrupted.is_set():
         return EXIT_INTERRUPTED
     return EXIT_USAGE if refused else 0

@@ -10,7 +10,7 @@ from rich.live import Live
 
 from reference_engine.demo_view import View
 from reference_engine.engine import Engine
-from reference_engine.interrupt import EXIT_INTERRUPTED, interrupts
+from reference_engine.interrupt import EXIT_INTERRUPTED, EXIT_USAGE, interrupts
 from reference_engine.models.loader import load_model
 from reference_engine.talk import Talk
 
@@ -59,18 +59,20 @@ def run_demo(model_name: str = "smollm2", *, max_tokens: int = 96, num_blocks: i
             ended = {piece.completion.request_id for piece in engine.step() if piece.finished}
             view.observe()
             for talk in talks:
-                if talk.latest[0].request_id in ended and talk.has_answer:
+                if talk.latest and talk.latest[0].request_id in ended and talk.has_answer:
                     if not talk.is_over:
                         talk.ask(engine, max_tokens)
-                    elif screen is None:
+                    if talk.is_over and screen is None:
                         view.transcript(talk)
             if screen is not None:
                 screen.update(view.live(), refresh=True)
     for talk in talks:
-        if view.on_screen or not talk.is_over:
+        if view.on_screen or not talk.turns or not talk.is_over:
             view.transcript(talk)
     view.close()
-    return EXIT_INTERRUPTED if interrupted.is_set() else 0
+    if interrupted.is_set():
+        return EXIT_INTERRUPTED
+    return EXIT_USAGE if any(talk.refusal for talk in talks) else 0
 
 
 def _screen(view: View) -> contextlib.AbstractContextManager[Live | None]:

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from reference_engine.engine import Completion, Engine
 from reference_engine.pool_map import Cell, pool_map
-from reference_engine.report import summary
+from reference_engine.report import LABEL_WIDTH, summary
 from reference_engine.request import FinishReason
 from reference_engine.talk import Talk
 
@@ -48,7 +48,7 @@ class View:
         )
         # Besides: a rule, the legend, the status, the panel's borders and the line of the cursor.
         room = height - 6 - self._num_map_lines(width - 4)
-        lines_each = max(1, room // len(answers))
+        lines_each = max(1, room // max(1, len(answers)))
         return Group(
             Rule(f"[bold]{self.engine.model.name}[/] answers {len(self.talks)} people at once"),
             *(self._tail(talk, completion, width, lines_each) for talk, completion in answers),
@@ -60,7 +60,7 @@ class View:
     def _tail(self, talk: Talk, completion: Completion, width: int, num_lines: int) -> Text:
         """The last lines of an answer, behind its label."""
         indent = 6
-        words = Text(" ".join(completion.text.split()))
+        words = Text(" ".join(_visible(completion.text).split()))
         lines = list(words.wrap(self.console, max(10, width - indent - 1)))[-num_lines:]
         mark = "…" if completion.finish_reason is None else "✓"
         tail = Text(f" {talk.name_of(completion):<2} {mark} ", style=talk.colour, no_wrap=True)
@@ -140,10 +140,12 @@ class View:
             self._print(Text(question, style="italic"), 2)
             for completion in completions:
                 self._print(self._said(talk, completion), 4)
+        if talk.refusal:
+            self._print(Text(f"refused: {talk.refusal}", style="red"), 2)
 
     def _said(self, talk: Talk, completion: Completion) -> Text:
         said = Text(f"{completion.sample_index + 1}. " if talk.samples > 1 else "", style=talk.colour)
-        said.append(completion.text.strip(), style="default")
+        said.append(_visible(completion.text).strip(), style="default")
         if completion.finish_reason is FinishReason.LENGTH:
             said.append(" …", style="dim")
         elif completion.finish_reason is FinishReason.ERROR:
@@ -163,7 +165,12 @@ class View:
         self.console.print(Rule("Summary", style="dim"))
         completions = [completion for talk in self.talks for completion in talk.completions]
         for label, value in summary(self.engine, completions, seconds):
-            self._print(Text.assemble((f"{label:<21}", "bold"), value), 1)
+            self._print(Text.assemble((f"{label:<{LABEL_WIDTH}}", "bold"), value), 1)
 
     def _print(self, what: RenderableType, indent: int) -> None:
-        self.console.print(Padding(what, (0, 1, 0, indent), expand=False))
+        self.console.print(Padding(what, (0, 0, 0, indent), expand=False))
+
+
+def _visible(text: str) -> str:
+    """Without control characters, which a model may well produce and a terminal would obey."""
+    return "".join(c if c.isprintable() or c == "\n" else " " if c.isspace() else "\ufffd" for c in text)

@@ -7,6 +7,7 @@ import signal
 import threading
 from collections.abc import Iterator
 
+EXIT_USAGE = 2  # the user asked for what cannot be
 EXIT_INTERRUPTED = 130  # 128 + SIGINT, as shells report it
 
 

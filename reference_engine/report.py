@@ -7,6 +7,8 @@ from collections.abc import Sequence
 
 from reference_engine.engine import Completion, Engine
 
+LABEL_WIDTH = 21
+
 
 def summary(engine: Engine, completions: Sequence[Completion], seconds: float) -> list[tuple[str, str]]:
     """The figures of a run over `completions` that took `seconds`."""

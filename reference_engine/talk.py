@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from reference_engine.engine import Completion, Engine
+from reference_engine.request import RequestRefused
 from reference_engine.sampling_params import SamplingParams
 
 
@@ -19,6 +20,7 @@ class Talk:
     system: str | None = None
     samples: int = 1  # answers wanted to one question
     turns: list[list[Completion]] = field(default_factory=list)  # for each question asked: its answers
+    refusal: str = ""  # why the next question could not be asked
 
     @property
     def completions(self) -> list[Completion]:
@@ -38,7 +40,7 @@ class Talk:
 
     @property
     def is_over(self) -> bool:
-        return self.has_answer and len(self.turns) == len(self.questions)
+        return self.has_answer and (len(self.turns) == len(self.questions) or bool(self.refusal))
 
     def name_of(self, completion: Completion) -> str:
         """The label, and which answer or which turn it is, where there are several."""
@@ -47,7 +49,7 @@ class Talk:
         return f"{self.label}{len(self.turns)}" if len(self.questions) > 1 else self.label
 
     def ask(self, engine: Engine, max_tokens: int) -> None:
-        """Send the next question, together with all that was said before."""
+        """Send the next question, together with all that was said before; note it if it is refused."""
         if engine.tokenizer is None:
             raise ValueError(f"{engine.model.path}: the model has no tokenizer")
         messages = [{"role": "system", "content": self.system}] if self.system is not None else []
@@ -61,5 +63,9 @@ class Talk:
             n=self.samples,
             max_tokens=max_tokens,
         )
-        request_id = engine.add(engine.tokenizer.encode_chat(messages), params)
-        self.turns.append(engine.completions_of(request_id))
+        try:
+            request_id = engine.add(engine.tokenizer.encode_chat(messages), params)
+        except RequestRefused as refusal:
+            self.refusal = str(refusal)
+        else:
+            self.turns.append(engine.completions_of(request_id))

@@ -132,7 +132,7 @@ def test_a_missing_command_or_option_is_a_usage_error(capsys: pytest.CaptureFixt
 def test_the_demo_tells_all_talks_and_sums_up(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["demo", "--model", str(folder), "--max-tokens", "12", "--num-blocks", "64"]) == 0
     out = capsys.readouterr().out
-    for heading in ("A (two turns", "B (shares", "C (shares", "D (three samples", "E\n", "Summary"):
+    for heading in ("A (two turns", "B (shares", "C (shares", "D (three samples", "\nE\n", "Summary"):
         assert out.count(heading) == 1
     assert "at its fullest" in out and " saved, at most " in out and "tokens/s" in out
     assert "3" in out.split("at its fullest")[1].split("letter:")[0]  # a block that three samples share
@@ -146,6 +146,13 @@ def test_the_demo_in_a_cramped_pool_preempts_and_still_answers(
     assert "[interrupted]" not in out and "tokens need" not in out
     (line,) = [line for line in out.splitlines() if "Preemptions" in line]
     assert int(line.split()[1].rstrip(",")) > 0
+
+
+def test_the_demo_tells_what_was_refused(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["demo", "--model", str(folder), "--max-tokens", "8", "--num-blocks", "8"]) == 2
+    out = capsys.readouterr().out
+    assert out.count("refused: request ") == 3 and out.count("; the pool has 8") == 3
+    assert "1. " in out.split("D (three samples")[1] and "Summary" in out
 
 
 def test_ctrl_c_ends_the_demo_with_what_there_is(folder: Path) -> None:
