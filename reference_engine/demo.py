@@ -48,24 +48,26 @@ def run_demo(model_name: str = "smollm2", *, max_tokens: int = 96, num_blocks: i
     started = time.monotonic()
     with console.status(f"Loading {model_name}") if console.is_terminal else contextlib.nullcontext():
         model = load_model(model_name)
-    console.print(f"Loaded {model.name} in {time.monotonic() - started:.1f} s.", style="dim")
-    engine = Engine(model, num_blocks=num_blocks)
-    talks = company()
-    for talk in talks:
-        talk.ask(engine, max_tokens)
-    view = View(console, engine, talks)
-    with interrupts() as interrupted, _screen(view) as screen:
-        while engine.has_work and not interrupted.is_set():
-            ended = {piece.completion.request_id for piece in engine.step() if piece.finished}
-            view.observe()
-            for talk in talks:
-                if talk.latest and talk.latest[0].request_id in ended and talk.has_answer:
-                    if not talk.is_over:
-                        talk.ask(engine, max_tokens)
-                    if talk.is_over and screen is None:
-                        view.transcript(talk)
-            if screen is not None:
-                screen.update(view.live(), refresh=True)
+    # From here on Ctrl-C means: end with a summary of what there is.
+    with interrupts() as interrupted:
+        console.print(f"Loaded {model.name} in {time.monotonic() - started:.1f} s.", style="dim")
+        engine = Engine(model, num_blocks=num_blocks)
+        talks = company()
+        for talk in talks:
+            talk.ask(engine, max_tokens)
+        view = View(console, engine, talks)
+        with _screen(view) as screen:
+            while engine.has_work and not interrupted.is_set():
+                ended = {piece.completion.request_id for piece in engine.step() if piece.finished}
+                view.observe()
+                for talk in talks:
+                    if talk.latest and talk.latest[0].request_id in ended and talk.has_answer:
+                        if not talk.is_over:
+                            talk.ask(engine, max_tokens)
+                        if talk.is_over and screen is None:
+                            view.transcript(talk)
+                if screen is not None:
+                    screen.update(view.live(), refresh=True)
     for talk in talks:
         if view.on_screen or not talk.turns or not talk.is_over:
             view.transcript(talk)

@@ -159,7 +159,7 @@ def test_ctrl_c_ends_the_demo_with_what_there_is(folder: Path) -> None:
     process = start("demo", "--model", str(folder), "--max-tokens", "200", "--num-blocks", "200")
     assert process.stdout is not None
     process.stdout.readline()  # "Loaded ...": the talks begin
-    time.sleep(0.3)
+    time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     out, err = process.communicate(timeout=60)
     assert process.returncode == 130 and err == ""
