@@ -1,67 +1,80 @@
 // Attention over a paged KV cache: the walk of a CTA over the keys of its rows.
 //
-// Every byte of K and V is used once per group of query heads, so the kernel is a copy engine with arithmetic
-// attached: what counts is how many bytes are in flight, and that the arithmetic never holds the copies up. A
-// CTA serves a tile of columns (column_map.cuh) of one KV head. Its warps are independent: each owns every
-// kWarps-th tile of 16 tokens, copies it to its own ring (tile_loader.cuh) and keeps its own state; the main
-// loop has no CTA barrier. At the end of a chunk the warps' states are folded in warp order, and chunks in
-// chunk order (online_softmax.cuh), in one CTA or by the last of several.
+// Every byte of K and V is used once per group of query heads, so the kernel is a copy engine with
+// arithmetic attached: what counts is how many bytes are in flight, and that the arithmetic never holds the
+// copies up. A CTA serves a tile of columns (column_map.cuh) of one KV head. Its warps are independent: each
+// owns every kWarps-th tile of 16 tokens, copies it to its own ring (tile_loader.cuh) and keeps its own
+// state; the main loop has no CTA barrier. At the end of a chunk the warps' states are folded in warp order,
+// and chunks in chunk order (online_softmax.cuh), in one CTA or by the last of several.
 //
 // What differs between element types is the arithmetic on a tile: attention_mma.cuh, attention_fma.cuh.
 #pragma once
+#include <type_traits>
+
 #include "kernels/column_map.cuh"
 #include "kernels/online_softmax.cuh"
 #include "kernels/tile_loader.cuh"
 
 namespace paged_ops::kernels {
 
+// What a CTA has to do. It stays in shared memory while the main loop needs the registers.
+struct Work {
+  ColumnTile columns;
+  int kv_head;
+  int num_chunks;
+  bool last;  // of the CTAs that share these rows
+};
+
 // Where things lie in a CTA's shared memory.
 template <class Tile, RowCopy kCopy>
 struct AttentionShared {
   using Loader = TileLoader<typename Tile::Element, Tile::kHeadDim, Tile::kStages, Tile::kWarps, kCopy>;
+  static constexpr int kColumns = Tile::kColumns;
   static constexpr int kRow =
-      Tile::kHeadDim + 4;  // floats; 4 more make a warp's writes free of bank conflicts
-  static constexpr int kStateNbytes = Tile::kColumns * (kRow * int(sizeof(float)) + int(sizeof(float2)));
+      Tile::kHeadDim + 4;  // floats; the 4 keep a warp's writes off each other's banks
+  static constexpr int kStatesNbytes = kColumns * (kRow * int(sizeof(float)) + int(sizeof(float2)));
   static constexpr int kRings = Tile::kWarps * Loader::kRingNbytes;
-  static constexpr int kStates = Tile::kWarps * kStateNbytes;  // at the end of a chunk, in place of the rings
-  static constexpr int kScratch = kRings > kStates ? kRings : kStates;
+  static constexpr int kWarpStates = Tile::kWarps * kStatesNbytes;  // in place of the rings, between chunks
+  static constexpr int kScratch = kRings > kWarpStates ? kRings : kWarpStates;
   static constexpr int kVisible = kScratch + Tile::kScratchNbytes;
-  static constexpr int kLast = kVisible + Tile::kColumns * int(sizeof(int));
-  static constexpr int kRunning =
-      (kLast + int(sizeof(int)) + 15) / 16 * 16;  // the state that chunks are folded into
-  static constexpr int nbytes(bool parallel) { return parallel ? kRunning : kRunning + kStateNbytes; }
+  static constexpr int kWork = kVisible + kColumns * int(sizeof(int));
+  static constexpr int kRunning = (kWork + int(sizeof(Work)) + 15) / 16 * 16;  // what chunks are folded into
+  static constexpr int nbytes(bool parallel) { return parallel ? kRunning : kRunning + kStatesNbytes; }
+
+  unsigned char* base;
+
+  // Outputs [kColumns, kRow] and then (m, l) [kColumns] of the states at `offset`.
+  __device__ __forceinline__ float* out(int offset, int column = 0) const {
+    return reinterpret_cast<float*>(base + offset) + column * kRow;
+  }
+  __device__ __forceinline__ float2* state(int offset, int column = 0) const {
+    return reinterpret_cast<float2*>(out(offset, kColumns)) + column;
+  }
+  __device__ __forceinline__ int* visible() const { return reinterpret_cast<int*>(base + kVisible); }
+  __device__ __forceinline__ Work& work() const { return *reinterpret_cast<Work*>(base + kWork); }
 };
 
-// The states of one tile of columns in shared memory: out [kColumns, kRow], then (m, l) [kColumns].
-template <class Shared, int kColumns>
-struct StateView {
-  float* out;
-  float2* state;
-  __device__ __forceinline__ explicit StateView(unsigned char* at)
-      : out(reinterpret_cast<float*>(at)), state(reinterpret_cast<float2*>(out + kColumns * Shared::kRow)) {}
-  __device__ __forceinline__ float4* dims(int column, int dim) const {
-    return reinterpret_cast<float4*>(out + column * Shared::kRow + dim);
-  }
-};
-
-template <class T>
-__device__ __forceinline__ void store4(T* to, float4 x);
-template <>
-__device__ __forceinline__ void store4<float>(float* to, float4 x) {
-  if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
-    *reinterpret_cast<float4*>(to) = x;
-  } else {
-    to[0] = x.x, to[1] = x.y, to[2] = x.z, to[3] = x.w;
-  }
-}
+// Four elements to an address that may be no better aligned than one.
 template <class T>
 __device__ __forceinline__ void store4(T* to, float4 x) {
   const uint32_t low = ptx::pack2<T>(x.x, x.y), high = ptx::pack2<T>(x.z, x.w);
   if (reinterpret_cast<uintptr_t>(to) % 8 == 0) {
     *reinterpret_cast<uint2*>(to) = make_uint2(low, high);
   } else {
-    to[0].bits = uint16_t(low), to[1].bits = uint16_t(low >> 16);
-    to[2].bits = uint16_t(high), to[3].bits = uint16_t(high >> 16);
+    to[0].bits = uint16_t(low);
+    to[1].bits = uint16_t(low >> 16);
+    to[2].bits = uint16_t(high);
+    to[3].bits = uint16_t(high >> 16);
+  }
+}
+__device__ __forceinline__ void store4(float* to, float4 x) {
+  if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
+    *reinterpret_cast<float4*>(to) = x;
+  } else {
+    to[0] = x.x;
+    to[1] = x.y;
+    to[2] = x.z;
+    to[3] = x.w;
   }
 }
 
@@ -70,26 +83,35 @@ __device__ __forceinline__ void store_result(const AttentionArgs& a, Row row,
                                              const RowState<kHeadDim>& result, int lane) {
   T* out = reinterpret_cast<T*>(static_cast<char*>(a.op.out) + row.token * a.op.out_stride_token +
                                 row.head * a.op.out_stride_head);
-  const float inverse = result.normaliser();
-#pragma unroll
-  for (int i = 0; i < RowState<kHeadDim>::kParts; i++) {
-    const int dim = i * 128 + lane * 4;
-    const float4 o = result.o[i];
+  const float scale = result.normaliser();
+  result.for_each_part(lane, a.op.kv.value_head_dim, [&](int i, int dim) {
     // Adding 0 turns -0 into 0: which zero a masked key leaves behind must not show.
-    if (dim < a.op.kv.value_head_dim)
-      store4(out + dim,
-             make_float4(o.x * inverse + 0.f, o.y * inverse + 0.f, o.z * inverse + 0.f, o.w * inverse + 0.f));
-  }
-  if (a.op.lse != nullptr && lane == 0)
-    a.op.lse[int64_t(row.token) * a.op.num_q_heads + row.head] = result.natural_lse();
+    const float4 o = result.o[i];
+    store4(out + dim,
+           make_float4(o.x * scale + 0.f, o.y * scale + 0.f, o.z * scale + 0.f, o.w * scale + 0.f));
+  });
+  if (a.op.lse != nullptr && lane == 0) a.op.lse[row.index(a)] = result.natural_lse();
 }
 
-// Folds a row's partial states in chunk order. The factors of 32 chunks are found side by side, from the
+// The state of a column after a chunk: its warps' states, folded in warp order.
+template <class Tile, class Shared>
+__device__ __forceinline__ RowState<Tile::kHeadDim> fold_warps(const Shared& shared, int column, int lane) {
+  RowState<Tile::kHeadDim> sum, state;
+#pragma unroll
+  for (int w = 0; w < Tile::kWarps; w++) {
+    const int at = w * Shared::kStatesNbytes;
+    state.read(shared.out(at, column), *shared.state(at, column), lane, Tile::kHeadDim);
+    sum.fold_in(state);
+  }
+  return sum;
+}
+
+// A row's partial states, folded in chunk order. The factors of 32 chunks are found side by side, from the
 // running maximum before each of them; the chain that is left per chunk is one multiply-add.
 template <int kHeadDim>
 __device__ __forceinline__ RowState<kHeadDim> fold_chunks(const AttentionArgs& a, int64_t row, int num_chunks,
                                                           int lane) {
-  RowState<kHeadDim> result;
+  RowState<kHeadDim> sum;
   const float2* states = a.partial_state + row * a.max_chunks;
   const float* outs = a.partial_out + row * a.max_chunks * a.op.kv.value_head_dim;
   for (int first = 0; first < num_chunks; first += kWarpSize) {
@@ -98,183 +120,153 @@ __device__ __forceinline__ RowState<kHeadDim> fold_chunks(const AttentionArgs& a
     float maximum = state.x;  // of chunks 0 .. first + lane
 #pragma unroll
     for (int o = 1; o < kWarpSize; o <<= 1) {
-      const float before = __shfl_up_sync(kAllLanes, maximum, o);
-      if (lane >= o) maximum = fmaxf(maximum, before);
+      const float lower = __shfl_up_sync(kAllLanes, maximum, o);
+      if (lane >= o) maximum = fmaxf(maximum, lower);
     }
-    maximum = fmaxf(maximum, result.m);
+    maximum = fmaxf(maximum, sum.m);
     float before = __shfl_up_sync(kAllLanes, maximum, 1);
-    if (lane == 0) before = result.m;
+    if (lane == 0) before = sum.m;
     const FoldFactors mine = fold_factors(before, state.x, maximum);
     const int count = min(kWarpSize, num_chunks - first);
 #pragma unroll 8
     for (int c = 0; c < count; c++) {
       const FoldFactors by{__shfl_sync(kAllLanes, mine.kept, c), __shfl_sync(kAllLanes, mine.added, c)};
-      result.l = fold(result.l, __shfl_sync(kAllLanes, state.y, c), by);
-#pragma unroll
-      for (int i = 0; i < RowState<kHeadDim>::kParts; i++) {
-        const int dim = i * 128 + lane * 4;
-        if (dim < a.op.kv.value_head_dim)
-          result.o[i] = fold(result.o[i],
-                             ptx::load_l2(reinterpret_cast<const float4*>(
-                                 outs + int64_t(first + c) * a.op.kv.value_head_dim + dim)),
-                             by);
-      }
+      sum.l = fold(sum.l, __shfl_sync(kAllLanes, state.y, c), by);
+      const float* out = outs + int64_t(first + c) * a.op.kv.value_head_dim;
+      sum.for_each_part(lane, a.op.kv.value_head_dim, [&](int i, int dim) {
+        sum.o[i] = fold(sum.o[i], ptx::load_l2(reinterpret_cast<const float4*>(out + dim)), by);
+      });
     }
-    result.m = __shfl_sync(kAllLanes, maximum, kWarpSize - 1);
+    sum.m = __shfl_sync(kAllLanes, maximum, kWarpSize - 1);
   }
-  return result;
+  return sum;
 }
 
-// CTAs per multiprocessor that registers must allow. Copies by elements need more of them, and are slow
-// anyway.
-template <class Tile, RowCopy kCopy>
-constexpr int kMinCtas =
-    kCopy == RowCopy::asynchronous || Tile::kMinCtas == 1 ? Tile::kMinCtas : Tile::kMinCtas - 1;
+// The rows' states after chunk `chunk`, which lie in shared memory warp by warp: to the workspace where CTAs
+// share the chunks, else folded into what earlier chunks gave. A row is one warp's business throughout.
+template <class Tile, class Shared>
+__device__ __forceinline__ void finish_chunk(const AttentionArgs& a, const Shared& shared, int chunk,
+                                             int warp, int lane) {
+  const Work& work = shared.work();
+  for (int c = warp; c < work.columns.num_columns; c += Tile::kWarps) {
+    const RowState<Tile::kHeadDim> state = fold_warps<Tile>(shared, c, lane);
+    const Row row = row_of(a, work.columns, work.kv_head, c);
+    if (a.parallel && work.num_chunks > 1) {
+      const int64_t part = row.index(a) * a.max_chunks + chunk;
+      const int head_dim = a.op.kv.value_head_dim;
+      state.write(a.partial_out + part * head_dim, a.partial_state + part, lane, head_dim);
+      continue;
+    }
+    RowState<Tile::kHeadDim> sum;
+    float* out = shared.out(Shared::kRunning, c);
+    float2* running = shared.state(Shared::kRunning, c);
+    if (chunk > 0) {
+      sum.read(out, *running, lane, Tile::kHeadDim);
+      __syncwarp();  // all lanes have read (m, l), which lane 0 may overwrite
+    }
+    sum.fold_in(state);
+    if (chunk + 1 < work.num_chunks)
+      sum.write(out, running, lane, Tile::kHeadDim);
+    else
+      store_result<typename Tile::Element>(a, row, sum, lane);
+  }
+}
 
+// CTAs per multiprocessor that registers must allow. Copies by elements need more, and are slow anyway.
+template <class Tile, RowCopy kCopy>
+constexpr int kMinCtas = kCopy == RowCopy::asynchronous ? Tile::kMinCtas : Tile::kMinCtas - 1;
+
+// Grid: x = KV heads x slots of column tiles, y = CTAs that share the chunks of a place.
 template <class Tile, RowCopy kCopy>
 __global__ void __launch_bounds__(Tile::kWarps* kWarpSize, kMinCtas<Tile, kCopy>)
     attention_kernel(const AttentionArgs a) {
-  using T = typename Tile::Element;
   using Shared = AttentionShared<Tile, kCopy>;
-  using States = StateView<Shared, Tile::kColumns>;
-  using State = RowState<Tile::kHeadDim>;
-  constexpr int kWarps = Tile::kWarps, kColumns = Tile::kColumns;
-  static_assert(Shared::Loader::Slot::proven() && kChunkTokens % (kTileTokens * kWarps) == 0);
-  SIMT_DYNAMIC_SHARED(shared);
-
+  using Loader = typename Shared::Loader;
+  constexpr int kColumns = Tile::kColumns;
+  static_assert(Loader::Slot::proven() && kChunkTokens % (kTileTokens * Tile::kWarps) == 0);
+  SIMT_DYNAMIC_SHARED(raw);
+  const Shared shared{raw};
   const int lane = ptx::opaque(int(threadIdx.x) % kWarpSize), warp = warp_index();
-  const AttentionParams& op = a.op;
 
-  // ---- which rows, and which of their keys ----------------------------------------------------------------
-  // KV heads of one place are neighbours in the grid, as they are in most caches. Where a CTA walks all of
-  // its keys the last tokens, which see the most, go first.
+  // ---- which rows, and which of their keys ----
+  // The KV heads of one tile are neighbours in the grid, as they are in most caches. Where a CTA walks all
+  // of its keys, the last tokens, which see the most, go first.
   const int place = a.parallel ? int(blockIdx.x) : int(gridDim.x - 1 - blockIdx.x);
-  const int kv_head = place % op.kv.num_kv_heads;
-  const ColumnTile columns = column_tile<kColumns>(a, place / op.kv.num_kv_heads, lane);
+  const int kv_head = place % a.op.kv.num_kv_heads;
+  const ColumnTile columns = column_tile<kColumns>(a, place / a.op.kv.num_kv_heads, lane);
   if (columns.num_columns == 0) return;
   const int seen_by_all = columns.visible(a, 0), seen_by_any = columns.visible(a, columns.num_columns - 1);
-  const int num_chunks =
-      max(1, (seen_by_any + kChunkTokens - 1) / kChunkTokens);  // one, if empty: it writes the rows
+  // Rows that see nothing have one chunk too, an empty one: it writes them.
+  const int num_chunks = max(1, (seen_by_any + kChunkTokens - 1) / kChunkTokens);
   if (int(blockIdx.y) >= num_chunks) return;
+  const auto end_of = [&](int chunk) { return min((chunk + 1) * kChunkTokens, seen_by_any); };
 
-  int* visible = reinterpret_cast<int*>(shared + Shared::kVisible);  // [kColumns]
+  Loader loader(a, a.op.tables.block_ids + columns.sequence * a.op.tables.stride, kv_head, warp, lane, raw);
+  loader.start(blockIdx.y * kChunkTokens, end_of(blockIdx.y));
+  Tile tile(warp, lane, raw + Shared::kScratch);
+  tile.load_query(a, columns, kv_head, raw + Shared::kScratch);
   if (threadIdx.x < kColumns)
-    visible[threadIdx.x] = columns.visible(a, min(int(threadIdx.x), columns.num_columns - 1));
-
-  typename Shared::Loader loader(a, op.tables.block_ids + columns.sequence * op.tables.stride, kv_head, warp,
-                                 lane, shared);
-  Tile tile(warp, lane, shared + Shared::kScratch);
-  const auto start = [&](int chunk) {
-    loader.start(chunk * kChunkTokens, min((chunk + 1) * kChunkTokens, seen_by_any));
-  };
-  start(blockIdx.y);
-  tile.load_query(a, columns, kv_head);
-  __syncthreads();  // `visible`, and what the tile keeps in its scratch
+    shared.visible()[threadIdx.x] = columns.visible(a, min(int(threadIdx.x), columns.num_columns - 1));
+  if (threadIdx.x == 0) shared.work() = Work{columns, kv_head, num_chunks, false};
+  __syncthreads();
 
   int chunks_done = 0;
   for (int chunk = blockIdx.y;;) {
-    // ---- this warp's tiles of the chunk
-    // ---------------------------------------------------------------------
-    const int end = min((chunk + 1) * kChunkTokens, seen_by_any);
+    // ---- this warp's tiles of the chunk ----
+    const int end = end_of(chunk);
     tile.reset();
     loader.wait();  // K_0
     int stage = 0;
-    for (int i = 0; i < loader.num_tiles(); i++) {
+    const auto step = [&](int i, auto edge) {
       const int first_token = loader.first_token(i);
-      const bool masked = first_token + kTileTokens > seen_by_all;
       tile.score(loader.key_slot(stage));
       __syncwarp();  // every lane has read K_i: its slot is free
       loader.advance();
       loader.copy_keys(i + Tile::kStages, stage);
-      tile.update_softmax(a.scale_log2, masked, first_token, visible);
+      tile.template update_softmax<edge.value>(a.scale_log2, first_token, shared.visible());
       loader.wait();  // V_i
-      if (masked && seen_by_all < end)
-        tile.accumulate_masked(loader.value_slot(stage), first_token, visible);
+      if (edge.value && seen_by_all < end)
+        tile.accumulate_edge(loader.value_slot(stage), first_token, shared.visible());
       else
         tile.accumulate(loader.value_slot(stage));  // rows that nobody sees are zeros
-      __syncwarp();
+      __syncwarp();                                 // every lane has read V_i
       loader.copy_values(i + Tile::kStages, stage);
       loader.wait();  // K_{i+1}
       stage = stage + 1 == Tile::kStages ? 0 : stage + 1;
-    }
+    };
+    // Most tiles are seen by all columns to the last row. The mask costs them nothing, not even its code.
+    int i = 0;
+    for (const int num_full = loader.tiles_within(seen_by_all); i < num_full; i++) step(i, std::false_type());
+    for (; i < loader.num_tiles(); i++) step(i, std::true_type());
     loader.drain();
 
-    // ---- the chunk's state: the warps' states, folded in warp order ---------------------------------------
+    // ---- the rows' states ----
     __syncthreads();  // the rings are free
-    {
-      const States mine(shared + warp * Shared::kStateNbytes);
-      tile.write_state(mine.out, Shared::kRow, mine.state);
-    }
+    tile.write_state(shared.out(warp * Shared::kStatesNbytes), Shared::kRow,
+                     shared.state(warp * Shared::kStatesNbytes));
     __syncthreads();
-    const bool to_workspace = a.parallel && num_chunks > 1;
-    for (int c = warp; c < columns.num_columns; c += kWarps) {
-      const auto add = [&](State& sum, unsigned char* at) {
-        const States states(at);
-        float4 o[State::kParts];
-#pragma unroll
-        for (int i = 0; i < State::kParts; i++) {
-          const int dim = i * 128 + lane * 4;
-          o[i] = dim < Tile::kHeadDim ? *states.dims(c, dim) : make_float4(0.f, 0.f, 0.f, 0.f);
-        }
-        sum.fold_in(states.state[c].x, states.state[c].y, o);
-      };
-      State state;
-#pragma unroll
-      for (int w = 0; w < kWarps; w++) add(state, shared + w * Shared::kStateNbytes);
-      const Row row = row_of(a, columns, kv_head, c);
-      if (to_workspace) {
-        const int64_t part = (int64_t(row.token) * op.num_q_heads + row.head) * a.max_chunks + chunk;
-#pragma unroll
-        for (int i = 0; i < State::kParts; i++) {
-          const int dim = i * 128 + lane * 4;
-          if (dim < op.kv.value_head_dim)
-            *reinterpret_cast<float4*>(a.partial_out + part * op.kv.value_head_dim + dim) = state.o[i];
-        }
-        if (lane == 0) a.partial_state[part] = make_float2(state.m, state.l);
-        continue;
-      }
-      // Walking: the state so far is this warp's own business, row by row.
-      State running;
-      const States so_far(shared + Shared::kRunning);
-      if (chunk > 0) {
-        add(running, shared + Shared::kRunning);
-        __syncwarp();
-      }
-      running.fold_in(state.m, state.l, state.o);
-      if (chunk + 1 == num_chunks) {
-        store_result<T>(a, row, running, lane);
-      } else {
-#pragma unroll
-        for (int i = 0; i < State::kParts; i++) {
-          const int dim = i * 128 + lane * 4;
-          if (dim < Tile::kHeadDim) *so_far.dims(c, dim) = running.o[i];
-        }
-        if (lane == 0) so_far.state[c] = make_float2(running.m, running.l);
-      }
-    }
+    finish_chunk<Tile>(a, shared, chunk, warp, lane);
     chunks_done++;
     chunk += gridDim.y;
-    if (chunk >= num_chunks) break;
+    if (chunk >= shared.work().num_chunks) break;
     __syncthreads();  // the states have been read: the rings may be filled again
-    start(chunk);
+    loader.start(chunk * kChunkTokens, end_of(chunk));
   }
-  if (!a.parallel || num_chunks == 1) return;
 
-  // ---- the last CTA of these rows folds the chunks
-  // ------------------------------------------------------------
-  int* last = reinterpret_cast<int*>(shared + Shared::kLast);
+  // ---- the last CTA of these rows folds the chunks ----
+  Work& work = shared.work();
+  if (!a.parallel || work.num_chunks == 1) return;
   __threadfence();  // partial states before the count
   __syncthreads();
-  if (threadIdx.x == 0) *last = atomicAdd(a.finished + place, chunks_done) + chunks_done == num_chunks;
+  if (threadIdx.x == 0)
+    work.last = atomicAdd(a.finished + place, chunks_done) + chunks_done == work.num_chunks;
   __syncthreads();
-  if (!*last) return;
+  if (!work.last) return;
   __threadfence();  // the count before the others' partial states
-  for (int c = warp; c < columns.num_columns; c += kWarps) {
-    const Row row = row_of(a, columns, kv_head, c);
-    store_result<T>(
-        a, row,
-        fold_chunks<Tile::kHeadDim>(a, int64_t(row.token) * op.num_q_heads + row.head, num_chunks, lane),
-        lane);
+  for (int c = warp; c < work.columns.num_columns; c += Tile::kWarps) {
+    const Row row = row_of(a, work.columns, work.kv_head, c);
+    store_result<typename Tile::Element>(
+        a, row, fold_chunks<Tile::kHeadDim>(a, row.index(a), work.num_chunks, lane), lane);
   }
 }
 

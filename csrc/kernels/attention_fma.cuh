@@ -53,7 +53,8 @@ class FmaTile {
         probability_(reinterpret_cast<float*>(scratch + kQueryNbytes + warp * kProbabilityNbytes)) {}
 
   // Q to shared memory, for the whole CTA. Absent columns and dims are zeros.
-  __device__ __forceinline__ void load_query(const AttentionArgs& a, const ColumnTile& tile, int kv_head) {
+  __device__ __forceinline__ void load_query(const AttentionArgs& a, const ColumnTile& tile, int kv_head,
+                                             unsigned char* /*scratch*/) {
     for (int c = 0; c < kColumns; c++) {
       const bool valid = c < tile.num_columns;
       const Row row = row_of(a, tile, kv_head, valid ? c : 0);
@@ -95,14 +96,14 @@ class FmaTile {
     for (int c = 0; c < kMine; c++) score_[c] = (sum[c].x + sum[c].y) + (sum[c].z + sum[c].w);
   }
 
-  __device__ __forceinline__ void update_softmax(float scale_log2, bool masked, int first_token,
-                                                 const int* visible) {
+  template <bool kEdge>
+  __device__ __forceinline__ void update_softmax(float scale_log2, int first_token, const int* visible) {
     float rescale[kMine];
     bool settled = true;
 #pragma unroll
     for (int c = 0; c < kMine; c++) {
       float x = __fmul_rn(score_[c], scale_log2);
-      if (masked && first_token + token_ >= visible[first_column_ + c]) x = -INFINITY;
+      if (kEdge && first_token + token_ >= visible[first_column_ + c]) x = -INFINITY;
       float maximum = x;
 #pragma unroll
       for (int o = 1; o < kTileTokens; o <<= 1)
@@ -133,7 +134,7 @@ class FmaTile {
   }
 
   // What a column does not see is left out, not multiplied by 0: it may be an infinity or NaN.
-  __device__ __forceinline__ void accumulate_masked(SharedSlot values, int first_token, const int* visible) {
+  __device__ __forceinline__ void accumulate_edge(SharedSlot values, int first_token, const int* visible) {
     add(values, [&](int row, int column) { return first_token + row < visible[column]; });
   }
 

@@ -49,10 +49,11 @@ class MmaTile {
         t_(lane & 3),
         key_at_(Slot::at(lane & 15, lane >> 4)),
         value_at_(Slot::at((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1)),
-        query_rows_(scratch) {}
+        query_at_(ptx::smem_addr(scratch)) {}
 
   // Columns and dims that are absent are zeros. Rows may be no better aligned than their elements.
-  __device__ __forceinline__ void load_query(const AttentionArgs& a, const ColumnTile& tile, int kv_head) {
+  __device__ __forceinline__ void load_query(const AttentionArgs& a, const ColumnTile& tile, int kv_head,
+                                             unsigned char* scratch) {
     const auto row_at = [&](int column) {
       const Row row = row_of(a, tile, kv_head, min(column, tile.num_columns - 1));
       return reinterpret_cast<const T*>(static_cast<const char*>(a.op.query) +
@@ -80,7 +81,7 @@ class MmaTile {
       for (int column = 0; column < kColumns; column++) {
         const T* q = row_at(column);
         for (int dim = threadIdx.x; dim < kDim; dim += kWarps * kWarpSize)
-          *reinterpret_cast<T*>(query_rows_ + Slot::at(column, dim / 8) + dim % 8 * sizeof(T)) =
+          *reinterpret_cast<T*>(scratch + Slot::at(column, dim / 8) + dim % 8 * sizeof(T)) =
               element(q, column, dim);
       }
     }
@@ -112,7 +113,7 @@ class MmaTile {
         score_columns(k, rows, query_[k]);
       } else {
         uint32_t q[4];  // columns (0-7 | 8-15) x dims (0-7 | 8-15)
-        ptx::ldmatrix_x4(q, ptx::smem_addr(query_rows_) + Slot::right(key_at_, 2 * k));
+        ptx::ldmatrix_x4(q, query_at_ + Slot::right(key_at_, 2 * k));
         const uint32_t operand[2][2] = {{q[0], q[2]}, {q[1], q[3]}};
         score_columns(k, rows, operand);
       }
@@ -120,15 +121,15 @@ class MmaTile {
   }
 
   // Scores to probabilities relative to the running maximum; O and l are brought to a new one.
-  // `masked`: column c sees token r of the tile only if first_token + r < visible[c].
-  __device__ __forceinline__ void update_softmax(float scale_log2, bool masked, int first_token,
-                                                 const int* visible) {
+  // kEdge: column c sees token r of the tile only if first_token + r < visible[c].
+  template <bool kEdge>
+  __device__ __forceinline__ void update_softmax(float scale_log2, int first_token, const int* visible) {
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++) {
       float x[4];  // tokens g (first two) and g + 8, columns 2t and 2t + 1
 #pragma unroll
       for (int e = 0; e < 4; e++) x[e] = __fmul_rn(score_[n][0][e] + score_[n][1][e], scale_log2);
-      if (masked) {
+      if constexpr (kEdge) {
         const int2 seen = *reinterpret_cast<const int2*>(visible + n * 8 + t_ * 2);
 #pragma unroll
         for (int e = 0; e < 4; e++)
@@ -179,7 +180,7 @@ class MmaTile {
   // The same for a tile with tokens that some columns see and others do not. A probability of 0 hides what
   // is finite, but 0 times an infinity or NaN is NaN: where there is one, columns that see equally far are
   // done together, with the rows that they do not see as zeros, and the other columns' results are dropped.
-  __device__ __forceinline__ void accumulate_masked(SharedSlot values, int first_token, const int* visible) {
+  __device__ __forceinline__ void accumulate_edge(SharedSlot values, int first_token, const int* visible) {
     if (all_finite(values)) return accumulate(values);
     for (int c = 0; c < kColumns;) {
       const int seen = visible[c];
@@ -239,6 +240,7 @@ class MmaTile {
   __device__ __forceinline__ bool all_finite(SharedSlot values) const {
     constexpr uint32_t kExponent = dtype_of<T>::value == DType::f16 ? 0x7c00u : 0x7f80u;
     bool finite = true;
+#pragma unroll 1  // seldom run: registers count, time does not
     for (int i = g_ * 4 + t_; i < Slot::kNbytes / 16; i += kWarpSize) {
       const uint4 piece = ptx::load16(values.bytes + i * 16);
       for (const uint32_t pair : {piece.x, piece.y, piece.z, piece.w})
@@ -249,7 +251,7 @@ class MmaTile {
 
   int g_, t_;  // row (or column) and pair that this lane has of a matrix
   unsigned key_at_, value_at_;
-  unsigned char* query_rows_;
+  ptx::smem_t query_at_;
   uint32_t query_[kQueryInRegisters ? kDim / 16 : 1][kColumnTiles][2];
   float m_[kColumnTiles][2], l_[kColumnTiles][2], out_[kColumnTiles][kDim / 16][4];
   float score_[kColumnTiles][2][4];

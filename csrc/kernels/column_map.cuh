@@ -70,6 +70,9 @@ __device__ __forceinline__ ColumnTile column_tile(const AttentionArgs& a, int sl
 // A row of query, output and LSE.
 struct Row {
   int token, head;
+  __device__ __forceinline__ int64_t index(const AttentionArgs& a) const {
+    return int64_t(token) * a.op.num_q_heads + head;
+  }
 };
 
 __device__ __forceinline__ Row row_of(const AttentionArgs& a, const ColumnTile& tile, int kv_head, int c) {

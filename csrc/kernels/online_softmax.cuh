@@ -32,20 +32,40 @@ __device__ __forceinline__ float4 fold(float4 kept, float4 added, FoldFactors by
                      fold(kept.w, added.w, by));
 }
 
-// The state of one row, held by a warp: lane i has dims 4i .. 4i+3 (and 128 + 4i .. for wide heads).
+// The state of one row, held by a warp: lane i has dims 4 i .. 4 i + 3, and 128 more on for wide heads.
+// In memory it is a row of un-normalised output and a pair (m, l).
 template <int kHeadDim>
 struct RowState {
   static constexpr int kParts = (kHeadDim + 127) / 128;
   float m = -INFINITY, l = 0.f;
   float4 o[kParts] = {};
 
-  __device__ __forceinline__ void fold_in(float added_m, float added_l, const float4 (&added_o)[kParts]) {
-    const float maximum = fmaxf(m, added_m);
-    const FoldFactors by = fold_factors(m, added_m, maximum);
-    m = maximum;
-    l = fold(l, added_l, by);
+  // Calls f(part, dim) for the lane's first dim of each part that lies within `head_dim`.
+  template <class F>
+  static __device__ __forceinline__ void for_each_part(int lane, int head_dim, F f) {
 #pragma unroll
-    for (int i = 0; i < kParts; i++) o[i] = fold(o[i], added_o[i], by);
+    for (int i = 0; i < kParts; i++)
+      if (i * 128 + lane * 4 < head_dim) f(i, i * 128 + lane * 4);
+  }
+
+  __device__ __forceinline__ void read(const float* out, float2 state, int lane, int head_dim) {
+    m = state.x;
+    l = state.y;
+    for_each_part(lane, head_dim,
+                  [&](int i, int dim) { o[i] = *reinterpret_cast<const float4*>(out + dim); });
+  }
+  __device__ __forceinline__ void write(float* out, float2* state, int lane, int head_dim) const {
+    for_each_part(lane, head_dim, [&](int i, int dim) { *reinterpret_cast<float4*>(out + dim) = o[i]; });
+    if (lane == 0) *state = make_float2(m, l);
+  }
+
+  __device__ __forceinline__ void fold_in(const RowState& added) {
+    const float maximum = fmaxf(m, added.m);
+    const FoldFactors by = fold_factors(m, added.m, maximum);
+    m = maximum;
+    l = fold(l, added.l, by);
+#pragma unroll
+    for (int i = 0; i < kParts; i++) o[i] = fold(o[i], added.o[i], by);
   }
 
   // A sum of 0 means that no key had a score above -inf: output 0, LSE -inf. (A NaN is not 0 and goes

@@ -22,28 +22,29 @@ class PageWalk {
 
   __device__ __forceinline__ void start(int token) {
     token_ = token;
-    index_ = token / block_size_;
+    entry_ = table_ + token / block_size_;
     slot_ = token % block_size_;
   }
 
   // Where the current token lies; moves on. Table entries of tokens from `end` on are not read.
   __device__ __forceinline__ Place step(int end) {
     Place place{0, slot_};
-    if (token_ < end) place.block = __ldg(table_ + index_);
+    if (token_ < end) place.block = __ldg(entry_);
     token_ += stride_;
-    index_ += step_blocks_;
+    entry_ += step_blocks_;
     slot_ += step_slots_;
     if (slot_ >= block_size_) {
       slot_ -= block_size_;
-      index_++;
+      entry_++;
     }
     return place;
   }
 
  private:
   const int32_t* table_;
+  const int32_t* entry_ = nullptr;
   int block_size_, stride_, step_blocks_, step_slots_;
-  int token_ = 0, index_ = 0, slot_ = 0;
+  int token_ = 0, slot_ = 0;
 };
 
 }  // namespace paged_ops::kernels

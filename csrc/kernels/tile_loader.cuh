@@ -66,6 +66,11 @@ class TileLoader {
   }
 
   __device__ __forceinline__ int num_tiles() const { return num_tiles_; }
+  // How many of them end at or before `position`.
+  __device__ __forceinline__ int tiles_within(int position) const {
+    const int stride = kTileTokens * kWarps;
+    return min(num_tiles_, max(0, position - first_token_ - kTileTokens + stride) / stride);
+  }
   __device__ __forceinline__ int first_token(int tile) const {
     return first_token_ + tile * (kTileTokens * kWarps);
   }
@@ -97,6 +102,7 @@ class TileLoader {
       Slot::kPieces < 8 ? Slot::kPieces : 8;  // a copy covers whole 128-byte lines
   static constexpr int kRowsPerCopy = kWarpSize / kLanesPerRow;
   static constexpr int kElementsPerPiece = 16 / int(sizeof(Element));
+  static constexpr int kUnroll = kCopy == RowCopy::asynchronous ? kTileTokens : 1;
 
   __device__ __forceinline__ SharedSlot slot(int i) const {
     return {ring_.at + i * Slot::kNbytes, ring_.bytes + i * Slot::kNbytes};
@@ -111,10 +117,10 @@ class TileLoader {
     if (tile < num_tiles_) {
       const int copy_row = lane_ / kLanesPerRow, copy_piece = lane_ % kLanesPerRow;
       const int rows = end_ - first_token(tile) - copy_row;
-#pragma unroll(kCopy == RowCopy::asynchronous ? kTileTokens : 1)
+#pragma unroll(kUnroll)
       for (int r = 0; r < kTileTokens; r += kRowsPerCopy) {
         const char* source = base + __shfl_sync(kAllLanes, row_offset_, owner + copy_row + r);
-#pragma unroll
+#pragma unroll(kUnroll)
         for (int c = 0; c < Slot::kPieces; c += kLanesPerRow) {
           const bool valid = r < rows && (c + copy_piece) * kElementsPerPiece < head_dim;
           const unsigned to = Slot::down(copy_at_, r) + c * 16;
@@ -129,12 +135,9 @@ class TileLoader {
   }
 
   static __device__ __forceinline__ void copy_by_element(unsigned char* to, const char* source, bool valid) {
-    alignas(16) Element piece[kElementsPerPiece] = {};
-    if (valid) {
-#pragma unroll
-      for (int i = 0; i < kElementsPerPiece; i++) piece[i] = reinterpret_cast<const Element*>(source)[i];
-    }
-    ptx::store16(to, *reinterpret_cast<const uint4*>(piece));
+#pragma unroll 2  // seldom run: registers count, time does not
+    for (int i = 0; i < kElementsPerPiece; i++)
+      reinterpret_cast<Element*>(to)[i] = valid ? reinterpret_cast<const Element*>(source)[i] : Element{};
   }
 
   PageWalk walk_;

@@ -56,10 +56,12 @@ inline AttentionPlan plan_attention(const AttentionParams& op) {
   const bool decode = op.cu_seqlens_q == nullptr;
   const int64_t num_seqs = std::max(op.tables.num_seqs, 1);
   const int64_t group = op.num_q_heads / kv.num_kv_heads;
-  const bool wide = group * op.num_tokens > 8 * num_seqs;
-  plan.column_tiles = wide && op.dtype != DType::f32 ? 2 : 1;
-  const int64_t slots = kernels::num_slots(op, 8 * plan.column_tiles);
-  plan.num_places = slots * kv.num_kv_heads;
+  const bool wide = group * op.num_tokens > 8 * num_seqs && op.dtype != DType::f32;
+  plan.column_tiles = wide && plan.aligned ? 2 : 1;
+  const auto num_places = [&](int column_tiles) {
+    return kernels::num_slots(op, 8 * column_tiles) * kv.num_kv_heads;
+  };
+  plan.num_places = num_places(plan.column_tiles);
   PAGED_OPS_REQUIRE(plan.num_places <= INT32_MAX, "query: ", op.num_tokens, " tokens of ", op.num_q_heads,
                     " heads are too many for one launch");
 
@@ -70,13 +72,15 @@ inline AttentionPlan plan_attention(const AttentionParams& op) {
 
   const auto padded = [](size_t nbytes) { return (nbytes + 255) / 256 * 256; };
   const size_t states = size_t(op.num_tokens) * op.num_q_heads * plan.max_chunks;
-  plan.finished_nbytes = padded(size_t(plan.num_places) * sizeof(int));
+  plan.finished_nbytes = padded(size_t(num_places(1)) * sizeof(int));
   plan.state_offset = plan.finished_nbytes;
   plan.out_offset = plan.state_offset + padded(states * sizeof(float2));
   plan.workspace_nbytes = plan.out_offset + padded(states * kv.value_head_dim * sizeof(float));
 
+  // The workspace is sized without knowing addresses, so that alignment has no say here.
   const bool few_tokens = decode || op.num_tokens <= 8 * num_seqs;
-  plan.parallel = plan.max_chunks > 1 && plan.num_places < (few_tokens ? kWantedCtas : kPrefillCtas) &&
+  plan.parallel = plan.max_chunks > 1 &&
+                  num_places(wide ? 2 : 1) < (few_tokens ? kWantedCtas : kPrefillCtas) &&
                   plan.workspace_nbytes <= kMaxWorkspaceNbytes;
   if (plan.parallel) {
     const int64_t wanted = (kWantedCtas + plan.num_places - 1) / std::max<int64_t>(plan.num_places, 1);
