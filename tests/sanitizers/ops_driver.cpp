@@ -96,7 +96,7 @@ struct Cache {
 
 // `query_lens` empty: decode.
 void attention(DType dtype, std::vector<int32_t> lengths, std::vector<int32_t> query_lens, int num_kv_heads,
-               int group, int head_dim, int block_size) {
+               int group, int head_dim, int block_size, bool serial = false) {
   Random random;
   Cache cache(dtype, lengths, num_kv_heads, head_dim, block_size, random);
   std::vector<int32_t> cu_seqlens{0};
@@ -118,6 +118,9 @@ void attention(DType dtype, std::vector<int32_t> lengths, std::vector<int32_t> q
   p.dtype = dtype;
   p.kv = cache.kv;
   p.tables = cache.tables;
+  // Rows of the table that claim room for millions of tokens want more workspace than partial states may
+  // have.
+  if (serial) p.tables.max_blocks_per_seq = 1 << 22;
   p.scale = 0.125f;
   p.causal = true;
   p.workspace_nbytes = launch::backend().attention_workspace_nbytes(p);
@@ -180,11 +183,15 @@ void block_swap() {
 
 void gather() {
   Random random;
-  Cache cache(DType::bf16, {5, 0, 17}, 2, 40, 4, random);
-  Tensor key(DType::bf16, 25 * 2 * 40), value(DType::bf16, 25 * 2 * 40);
-  std::vector<int32_t> cu_seqlens(4, -1);
+  std::vector<int32_t> lengths(600, 0);  // more sequences than a CTA scans at once
+  lengths[0] = 5;
+  lengths[2] = 3;
+  lengths[300] = 9;
+  Cache cache(DType::bf16, lengths, 2, 40, 4, random);
+  Tensor key(DType::bf16, 18 * 2 * 40), value(DType::bf16, 18 * 2 * 40);
+  std::vector<int32_t> cu_seqlens(lengths.size() + 1, -1);
   launch::backend().gather(
-      {key.data(), value.data(), cu_seqlens.data(), 160, 80, 160, 80, 25, cache.kv, cache.tables}, kContext);
+      {key.data(), value.data(), cu_seqlens.data(), 160, 80, 160, 80, 18, cache.kv, cache.tables}, kContext);
   add_to_checksum(key);
   add_to_checksum(value);
   add_to_checksum(cu_seqlens.data(), cu_seqlens.size() * sizeof(int32_t));
@@ -215,6 +222,8 @@ const std::map<std::string, std::function<void()>> kOps{
     // Rows whose length is no multiple of 16 bytes times the strides: copied by element.
     {"decode_f16_odd", [] { attention(DType::f16, {70, 530}, {}, 3, 2, 40, 5); }},
     {"prefill_f16", [] { attention(DType::f16, {9, 530, 20}, {9, 6, 20}, 1, 4, 64, 16); }},
+    // One CTA walks all chunks of its rows.
+    {"prefill_f16_serial", [] { attention(DType::f16, {9, 1030}, {9, 6}, 1, 4, 64, 16, true); }},
     {"prefill_f32", [] { attention(DType::f32, {9, 530, 20}, {9, 6, 20}, 1, 2, 64, 16); }},
     {"cache_write", cache_write},
     {"block_copy", block_copy},

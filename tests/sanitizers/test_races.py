@@ -1,7 +1,7 @@
 """ThreadSanitizer over the kernels: it finds nothing in them, and everything that is planted.
 
-Each CUDA thread is a thread to it; only barriers, __syncwarp and fences with atomics order them. So it finds a
-missing barrier although the emulator runs the threads of a block in turns.
+Each CUDA thread is a thread to it; only barriers, __syncwarp and fences with atomics order them. So it
+finds a missing barrier although the emulator runs the threads of a block in turns.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ OPS = [
     "decode_bf16_wide",
     "decode_f32",
     "prefill_f16",
+    "prefill_f16_serial",
     "prefill_f32",
     "cache_write",
     "block_copy",
@@ -51,10 +52,12 @@ OPS = [
 
 
 class Programs:
+    """One object per session, so that each program is built once."""
+
     def __init__(self, folder: Path) -> None:
         self.folder = folder
 
-    @cache  # noqa: B019: one object per session
+    @cache  # noqa: B019
     def emulator(self) -> list[Path]:
         return emulator_objects(self.folder / "emulator", FLAGS)
 
@@ -103,7 +106,7 @@ def test_planted_race_is_seen(programs: Programs, bug: str, run: tuple[int, int,
     assert num_races(programs.planted(), bug, run)[0] > 0
 
 
-@pytest.mark.parametrize("run", product((0, 1, 2), (0, 1, 2), (1, 2)), ids=str)
+@pytest.mark.parametrize("run", list(product((0, 1, 2), (0, 1, 2), (2,))), ids=str)
 def test_clean_kernel_has_no_race(programs: Programs, run: tuple[int, int, int]) -> None:
     assert num_races(programs.planted(), "none", run) == (0, "right")
 
@@ -130,8 +133,8 @@ SYNCHRONISATION = re.compile(r"\b(__syncwarp|__syncthreads|__threadfence)\(\);")
 AFFECTED = {
     "merge_states.cuh": (["merge_states.cu"], ["merge_states"]),
     "gather.cuh": (["gather.cu"], ["gather"]),
-    "attention.cuh": (["attention_f16.cu"], ["decode_f16", "prefill_f16"]),
-    "tile_loader.cuh": (["attention_f16.cu"], ["decode_f16", "prefill_f16"]),
+    "attention.cuh": (["attention_f16.cu"], ["decode_f16", "prefill_f16_serial"]),
+    "tile_loader.cuh": (["attention_f16.cu"], ["decode_f16", "prefill_f16_serial"]),
 }
 
 

@@ -153,8 +153,9 @@ struct Block {
     bool* combined;
   };
   Meeting meet(uint32_t mask, const void* value, size_t nbytes, bool ordered, const Site& site);
-  // __threadfence, and what it orders. An atomic operation of any thread of the block, followed by a fence of any
-  // other, counts as of one thread: there is a barrier between them, or ThreadSanitizer reports another race.
+  // __threadfence, and what it orders. An atomic operation of any thread of the block, followed by a fence of
+  // any other, counts as of one thread: there is a barrier between them, or ThreadSanitizer reports another
+  // race.
   void fence();
   void before_atomic(void* address);
   void after_atomic(void* address);
@@ -164,6 +165,7 @@ struct Block {
   dim3 block_dim;
   uint3 block_idx{};
   SharedMemory shared;
+
  private:
   static void thread_main();
   void suspend(Fiber& self, Fiber::State state, const Site& site);
@@ -195,8 +197,8 @@ struct Block {
 
 // The fiber that this OS thread is running. Kernels ask for it all the time; a call to __tls_get_addr each
 // time would cost more than the fibers do, hence the TLS model. It is set here and not by a compiler flag,
-// which would pull libstdc++'s own thread-locals into the small static block too and make the module unloadable
-// once libstdc++ is there.
+// which would pull libstdc++'s own thread-locals into the small static block too and make the module
+// unloadable once libstdc++ is there.
 extern thread_local constinit Fiber* current_fiber [[gnu::tls_model("initial-exec")]];
 
 // Ends the launch with a Fault that says `what`, and which thread of which block did it where.

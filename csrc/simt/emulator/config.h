@@ -1,5 +1,6 @@
 // How the emulator runs kernels: the freedom a GPU has, made choosable and repeatable.
 #pragma once
+#include <cstddef>
 #include <cstdint>
 
 #include "core/check.h"
@@ -19,6 +20,13 @@ enum class FiberOrder : uint8_t { forward, reverse, random };
 // for.
 enum class CopyLanding : uint8_t { at_wait, at_once, random };
 
+// A launch as the runtime sees it.
+struct Launch {
+  const void* kernel;        // its address
+  unsigned int num_threads;  // of a block
+  size_t dynamic_shared_nbytes;
+};
+
 struct Config {
   FiberOrder order = FiberOrder::forward;
   CopyLanding landing = CopyLanding::at_wait;
@@ -27,6 +35,7 @@ struct Config {
   bool poison = true;         // shared and allocated memory start as 0xff bytes (NaN, -1), and so does the
                               // destination of an asynchronous copy until it lands
   int multiprocessors = 132;  // what cudaDeviceGetAttribute answers
+  bool (*observer)(const Launch&) = nullptr;  // is told of each launch, and says whether to run it
 };
 
 // The configuration of this process. Change it between launches only.

@@ -16,8 +16,13 @@ template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_nbytes, cudaStream_t stream,
             Arguments&&... arguments) {
   std::tuple<std::remove_const_t<Parameters>...> copies(std::forward<Arguments>(arguments)...);
-  check(enqueue(stream, [=] { run_grid(grid, block, shared_nbytes, [&] { std::apply(kernel, copies); }); }),
-        "kernel launch");
+  const Launch what{reinterpret_cast<const void*>(kernel), block.x * block.y * block.z, shared_nbytes};
+  const auto work = [=] {
+    const auto observer = config().observer;
+    if (observer && !observer(what)) return;
+    run_grid(grid, block, shared_nbytes, [&] { std::apply(kernel, copies); });
+  };
+  check(enqueue(stream, work), "kernel launch");
 }
 
 }  // namespace paged_ops::simt

@@ -1,0 +1,162 @@
+"""The audit reads the tools' output rightly and fails when a claim is broken."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+
+def load_audit() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("audit", REPOSITORY / "tools" / "audit.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["audit"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+audit = load_audit()
+
+PTXAS = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z5cleanv' for 'sm_90'
+ptxas info    : Function properties for _Z5cleanv
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers, 1024 bytes smem
+ptxas info    : Compiling entry function '_Z5dirtyv' for 'sm_90'
+ptxas info    : Function properties for _Z5dirtyv
+    16 bytes stack frame, 8 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 255 registers, used 1 barriers, 16 bytes cumulative stack size
+"""
+
+PTX = """\
+.visible .entry _Z5cleanv(
+	.param .align 8 .b8 _Z5cleanv_param_0[16]
+)
+.maxntid 128
+.minnctapersm 3
+{
+	ret;
+}
+.visible .entry _Z5dirtyv()
+.maxntid 32, 4, 2
+{
+	ret;
+}
+.visible .entry _Z5plainv()
+{
+"""
+
+SASS = """\
+	.section	.text._Z5cleanv,"ax",@progbits
+        /*0000*/                   LDC R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 LDGSTS.E.BYPASS.LTC128B.128 [R2], desc[UR4][R4.64] ;
+        /*0020*/                   LDSM.16.M88.4 R4, [R8+UR5] ;
+        /*0030*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
+        /*0040*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
+        /*0050*/                   LDG.E R5, desc[UR4][R2.64] ;
+        /*0060*/              @UP1 STG.E.128 desc[UR4][R2.64], R4 ;
+	.section	.text._Z5dirtyv,"ax",@progbits
+        /*0000*/                   STL.64 [R1], R2 ;
+"""
+
+
+def test_reads_ptxas() -> None:
+    kernels = audit.read_ptxas(PTXAS, "sm_90")
+    clean, dirty = kernels["_Z5cleanv"], kernels["_Z5dirtyv"]
+    assert (clean.registers, clean.spill_nbytes, clean.static_shared) == (168, 0, 1024)
+    assert (dirty.registers, dirty.spill_nbytes, dirty.stack_nbytes) == (255, 20, 16)
+
+
+def test_reads_launch_bounds() -> None:
+    assert audit.read_launch_bounds(PTX) == {"_Z5cleanv": 128, "_Z5dirtyv": 256}
+
+
+def test_counts_instructions() -> None:
+    counts = audit.count_instructions(SASS)
+    once = ["async copy 16", "matrix load", "matrix product", "load 16", "store 16"]
+    assert counts["_Z5cleanv"] == {"instructions": 7, **dict.fromkeys(once, 1)}
+    assert counts["_Z5dirtyv"]["local memory"] == 1
+
+
+@pytest.mark.parametrize(
+    ("arch", "threads", "registers", "shared", "ctas"),
+    [
+        ("sm_90", 128, 168, 65616, 3),  # by both registers and shared memory
+        ("sm_90", 128, 169, 0, 2),  # 176 registers after rounding
+        ("sm_90", 128, 32, 0, 16),  # by threads
+        ("sm_90", 32, 16, 0, 32),  # by the number of CTAs
+        ("sm_80", 128, 64, 92144, 1),
+        ("sm_80", 128, 64, 163 * 1024, 1),
+        ("sm_80", 128, 64, 163 * 1024 + 1, 0),
+        ("sm_90", 1024, 64, 0, 1),
+        ("sm_90", 1056, 32, 0, 0),
+        ("sm_90", 512, 255, 0, 0),
+    ],
+)
+def test_occupancy(arch: str, threads: int, registers: int, shared: int, ctas: int) -> None:
+    assert audit.ctas_per_multiprocessor(audit.CHIPS[arch], threads, registers, shared) == ctas
+
+
+def test_demangles() -> None:
+    names = audit.demangle(
+        ["_ZN9paged_ops7kernels16attention_kernelINS0_7MmaTileINS_3f16ELi256ELi2EEELNS0_7RowCopyE1EEEvNS0_13AttentionArgsE",
+         "_ZN9paged_ops7kernels17cu_seqlens_kernelENS_12GatherParamsE"]
+    )  # fmt: skip
+    assert list(names.values()) == [
+        "attention_kernel<MmaTile<f16, 256, 2>, (RowCopy)1>",
+        "cu_seqlens_kernel",
+    ]
+
+
+CLAIM = audit.Claim("kernel", "a test", in_flight=1.5, instructions={"async copy 16": 2, "matrix product": 1})
+KERNEL = audit.Kernel(
+    "kernel", "sm_90", registers=168, max_threads=128,
+    instructions=Counter({"async copy 16": 4, "matrix product": 4}),
+)  # fmt: skip
+LAUNCHES = audit.Launches({(128, 65616), (128, 60000)}, ring=65536, slots_in_use=16384)
+
+
+def failures(kernel: object = KERNEL, launches: object = LAUNCHES, name: str = "kernel") -> str:
+    return "; ".join(audit.judge(kernel, name, launches, [CLAIM]).failures)
+
+
+def test_good_kernel_passes() -> None:
+    row = audit.judge(KERNEL, "kernel", LAUNCHES, [CLAIM])
+    assert row.failures == [] and row.unchecked == []
+    assert (row.threads, row.shared, row.ctas) == (128, 65616, 3)
+    assert (row.computing, row.waiting) == (3 * 49152, 3 * 65536)
+
+
+def test_each_broken_claim_is_told() -> None:
+    assert "spills 4 bytes" in failures(replace(KERNEL, spill_nbytes=4))
+    assert "bytes in flight" in failures(replace(KERNEL, registers=255, static_shared=60000))
+    assert "bytes in flight" in failures(launches=replace(LAUNCHES, ring=32768))
+    assert "does not fit" in failures(replace(KERNEL, arch="sm_120", static_shared=60000))
+    assert "compiled for 64" in failures(replace(KERNEL, max_threads=64))
+    assert "1 x async copy 16, wanted 2" in failures(
+        replace(KERNEL, instructions=Counter({"async copy 16": 1, "matrix product": 1}))
+    )
+    assert "no claim" in failures(name="another")
+    assert "saw no launch" in failures(launches=None)
+    assert audit.unused_claims([], [CLAIM]) == ["kernel"]
+
+
+def test_without_a_disassembler_claims_are_unchecked_not_broken() -> None:
+    row = audit.judge(replace(KERNEL, instructions=None), "kernel", LAUNCHES, [CLAIM])
+    assert row.failures == [] and row.unchecked == ["async copy 16", "matrix product"]
+
+
+def test_bad_arguments_are_refused() -> None:
+    command = [sys.executable, str(REPOSITORY / "tools" / "audit.py"), "--archs", "sm_35"]
+    result = subprocess.run(command, capture_output=True, text=True)
+    assert result.returncode == 2 and "sm_35 is not one of sm_80" in result.stderr

@@ -1,0 +1,172 @@
+// Asks the launch code itself how it launches each kernel: threads and shared memory, for the audit.
+//
+// Built against the emulator, whose observer sees every launch; no kernel runs. Prints a line of JSON per
+// kernel and shape of launch. Kernels are named as the linker names them, which is how nvcc does.
+#include <dlfcn.h>
+
+#include <cstdint>
+#include <cstdio>
+#include <memory>
+#include <set>
+#include <tuple>
+#include <vector>
+
+#include "kernels/attention.cuh"
+#include "kernels/attention_fma.cuh"
+#include "kernels/attention_mma.cuh"
+#include "params/backend.h"
+#include "simt/emulator/config.h"
+
+using namespace paged_ops;
+
+namespace {
+
+std::set<std::tuple<const void*, unsigned, size_t>> seen;
+
+const char* symbol(const void* kernel) {
+  Dl_info info{};
+  return dladdr(kernel, &info) && info.dli_sname ? info.dli_sname : "?";
+}
+
+bool observe(const simt::Launch& launch) {
+  if (seen.insert({launch.kernel, launch.num_threads, launch.dynamic_shared_nbytes}).second)
+    std::printf("{\"kernel\": \"%s\", \"threads\": %u, \"dynamic_shared\": %zu}\n", symbol(launch.kernel),
+                launch.num_threads, launch.dynamic_shared_nbytes);
+  return false;
+}
+
+constexpr Context kContext{.device = 0, .stream = nullptr, .check = false};
+constexpr uintptr_t kAligned = 1 << 20;  // stands for a tensor: nobody reads it
+constexpr DType kDTypes[] = {DType::f32, DType::f16, DType::bf16};
+
+void* tensor(uintptr_t offset = 0) { return reinterpret_cast<void*>(kAligned + offset); }
+
+PagedKV cache(DType dtype, int head_dim, uintptr_t offset, int num_kv_heads = 8, int block_size = 16) {
+  const int64_t row = int64_t(head_dim) * itemsize(dtype);
+  const CacheView view{tensor(offset), row * num_kv_heads * block_size, row * num_kv_heads, row};
+  return {view, view, 1000, block_size, num_kv_heads, head_dim, head_dim, dtype};
+}
+
+void survey_attention() {
+  std::vector<int32_t> cu_seqlens(2, 0);
+  for (DType dtype : kDTypes)
+    for (int head_dim : {64, 128, 256})
+      for (uintptr_t offset : {0, 4})  // 16-byte aligned or not
+        for (int group : {4, 16})      // one tile of columns or two
+          for (bool prefill : {false, true}) {
+            AttentionParams p{};
+            p.query = tensor();
+            p.out = tensor();
+            p.lse = static_cast<float*>(tensor());
+            p.cu_seqlens_q = prefill ? cu_seqlens.data() : nullptr;
+            p.query_stride_head = p.out_stride_head = head_dim * itemsize(dtype);
+            p.query_stride_token = p.out_stride_token = p.query_stride_head * group * 8;
+            p.num_tokens = prefill ? 4096 : 8;
+            p.num_q_heads = 8 * group;
+            p.dtype = dtype;
+            p.kv = cache(dtype, head_dim, offset);
+            p.tables = {static_cast<const int32_t*>(tensor()), static_cast<const int32_t*>(tensor()), 512,
+                        prefill ? 1 : 8, 512};
+            p.scale = 1;
+            p.causal = true;
+            p.workspace_nbytes = launch::backend().attention_workspace_nbytes(p);
+            const auto workspace = std::make_unique<uint64_t[]>(p.workspace_nbytes / 8 + 1);
+            p.workspace = workspace.get();
+            launch::backend().attention(p, kContext);
+          }
+}
+
+// Offsets that leave 16, 4, 2 and 1 bytes to move at a time.
+constexpr uintptr_t kOffsets[] = {0, 4, 2, 1};
+
+void survey_moves() {
+  for (uintptr_t offset : kOffsets) {
+    CacheWriteParams w{};
+    w.key = w.value = tensor(offset);
+    w.slot_mapping = static_cast<const int64_t*>(tensor());
+    w.key_stride_head = w.value_stride_head = 256;
+    w.key_stride_token = w.value_stride_token = 2048;
+    w.num_tokens = 64;
+    w.dtype = DType::bf16;
+    w.kv = cache(DType::bf16, 128, offset);
+    launch::backend().cache_write(w, kContext);
+
+    GatherParams g{};
+    g.key = g.value = tensor(offset);
+    g.cu_seqlens = static_cast<int32_t*>(tensor());
+    g.key_stride_head = g.value_stride_head = 256;
+    g.key_stride_token = g.value_stride_token = 2048;
+    g.num_rows = 64;
+    g.kv = w.kv;
+    g.tables = {static_cast<const int32_t*>(tensor()), static_cast<const int32_t*>(tensor()), 8, 4, 8};
+    launch::backend().gather(g, kContext);
+
+    void* caches[] = {tensor(offset)};
+    const BlockShape block{32768, {1, 1}, {0, 0}};
+    launch::backend().block_copy({caches, 1, block, 32768, 100, static_cast<const int64_t*>(tensor()), 4},
+                                 kContext);
+  }
+  for (DType dtype : kDTypes)
+    for (int head_dim : {128, 126}) {
+      const int64_t row = int64_t(head_dim) * itemsize(dtype);
+      float* lse = static_cast<float*>(tensor());
+      launch::backend().merge_states({tensor(), tensor(), lse, lse, tensor(), lse, 8 * row, row, 8 * row, row,
+                                      8 * row, row, 64, 8, head_dim, dtype},
+                                     kContext);
+    }
+}
+
+// The checks read device memory on the host, so they get real arrays; no kernel has written a verdict, so all
+// pass.
+void survey_checks() {
+  const Context checked{.device = 0, .stream = nullptr, .check = true};
+  std::vector<int32_t> ids(64, 0);
+  std::vector<int64_t> wide(64, 0);
+  CacheWriteParams w{};
+  w.slot_mapping = wide.data();
+  w.num_tokens = 8;
+  w.dtype = DType::bf16;
+  w.kv = cache(DType::bf16, 128, 0);
+  launch::backend().cache_write(w, checked);
+  void* caches[] = {tensor()};
+  launch::backend().block_copy({caches, 1, {32, {1, 1}, {0, 0}}, 32, 100, wide.data(), 4}, checked);
+  AttentionParams p{};
+  p.cu_seqlens_q = ids.data();
+  p.num_tokens = 1;
+  p.num_q_heads = 8;
+  p.dtype = DType::f16;
+  p.kv = cache(DType::f16, 64, 0);
+  p.tables = {ids.data(), ids.data(), 1, 1, 1};
+  launch::backend().attention(p, checked);
+}
+
+// What an attention kernel keeps in flight: all its ring while it waits, a slot less per warp while it
+// computes.
+template <class Tile>
+void survey_ring() {
+  using Shared = kernels::AttentionShared<Tile, kernels::RowCopy::asynchronous>;
+  const auto kernel = kernels::attention_kernel<Tile, kernels::RowCopy::asynchronous>;
+  std::printf("{\"kernel\": \"%s\", \"ring\": %d, \"slots_in_use\": %d}\n",
+              symbol(reinterpret_cast<const void*>(kernel)), Shared::kRings,
+              Tile::kWarps * int(Shared::Loader::Slot::kNbytes));
+}
+template <class T>
+void survey_mma_rings() {
+  survey_ring<kernels::MmaTile<T, 64, 1>>(), survey_ring<kernels::MmaTile<T, 64, 2>>();
+  survey_ring<kernels::MmaTile<T, 128, 1>>(), survey_ring<kernels::MmaTile<T, 128, 2>>();
+  survey_ring<kernels::MmaTile<T, 256, 1>>(), survey_ring<kernels::MmaTile<T, 256, 2>>();
+}
+
+}  // namespace
+
+int main() {
+  simt::config().observer = observe;
+  survey_attention();
+  survey_moves();
+  survey_checks();
+  survey_mma_rings<f16>();
+  survey_mma_rings<bf16>();
+  survey_ring<kernels::FmaTile<64>>(), survey_ring<kernels::FmaTile<128>>(),
+      survey_ring<kernels::FmaTile<256>>();
+  return 0;
+}
