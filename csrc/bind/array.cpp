@@ -89,11 +89,18 @@ py::module_ arrays_module() { return py::module_::import("paged_ops._arrays"); }
 }  // namespace
 
 Array::Array(py::handle object, const char* name, Use use) : name_(name), object_(object) {
-  load(object);
-  require_valid(use);
+  try {
+    load(object);
+    require_valid(use);
+  } catch (...) {  // no destructor runs for what was not constructed
+    release();
+    throw;
+  }
 }
 
-Array::~Array() {
+Array::~Array() { release(); }
+
+void Array::release() {
   if (managed_versioned_ && managed_versioned_->deleter) managed_versioned_->deleter(managed_versioned_);
   if (managed_ && managed_->deleter) managed_->deleter(managed_);
 }

@@ -72,6 +72,7 @@ class Array {
   void view_numpy(py::handle object);
   void view_capsule(py::handle object);
   void require_valid(Use use) const;
+  void release();
 
   const char* name_;
   py::handle object_;

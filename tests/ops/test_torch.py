@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from typing import Any
 
 import numpy as np
@@ -224,18 +226,21 @@ def test_mixed_kinds(target: Target) -> None:
         expected(CASE).check(out)
 
 
+class Capsule:
+    """A tensor with `__dlpack__` and nothing else."""
+
+    def __init__(self, tensor: Any) -> None:
+        self.tensor = tensor
+
+    def __dlpack__(self, **options: Any) -> Any:
+        return self.tensor.__dlpack__(**options)
+
+    def __dlpack_device__(self) -> Any:
+        return self.tensor.__dlpack_device__()
+
+
 def test_a_type_with_a_dlpack_capsule_only(target: Target) -> None:
     """What torch before 2.10, cupy and JAX offer."""
-
-    class Capsule:
-        def __init__(self, tensor: Any) -> None:
-            self.tensor = tensor
-
-        def __dlpack__(self, **options: Any) -> Any:
-            return self.tensor.__dlpack__(**options)
-
-        def __dlpack_device__(self) -> Any:
-            return self.tensor.__dlpack_device__()
 
     x = tensors_of(CASE, target)
     tensors = [Capsule(t) for t in (x.query, x.key_cache, x.value_cache, x.block_tables, x.seq_lens)]
@@ -245,6 +250,23 @@ def test_a_type_with_a_dlpack_capsule_only(target: Target) -> None:
         expected(CASE).check(out)
         with pytest.raises(ValueError, match="^out: "):
             paged_ops.paged_attention_decode(*tensors)  # nobody knows how to make one
+
+
+@pytest.mark.parametrize("fault", ["overlap", "dtype"])
+def test_capsules_are_given_back(target: Target, fault: str) -> None:
+    """Also when the call is refused: a tensor that nobody holds any more is freed."""
+    x = tensors_of(Case((3,), num_q_heads=2), target)
+    tensors = x.query, x.key_cache, x.value_cache, x.block_tables, x.seq_lens
+    freed = []
+    out = torch.zeros(x.query.shape, device=target.device, dtype=torch.float64)
+    if fault == "overlap":
+        out = out.to(x.query.dtype)[:, :1].expand(x.query.shape)
+    weakref.finalize(out.untyped_storage(), freed.append, True)
+    with target.use(), pytest.raises((ValueError, TypeError), match="^out: "):
+        paged_ops.paged_attention_decode(*tensors, out=Capsule(out))
+    del out
+    gc.collect()
+    assert freed
 
 
 def test_registration_in_either_order_of_imports() -> None:
