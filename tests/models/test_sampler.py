@@ -135,6 +135,22 @@ def test_excluded_tokens_are_never_drawn() -> None:
     assert set(tokens) == {3, 40}
 
 
+def test_a_nucleus_ends_where_its_mass_is_reached() -> None:
+    row = np.zeros(8, dtype=np.float32)
+    for top_p, kept in ((0.125, 1), (0.25, 2), (0.2500001, 3), (0.5, 4), (0.875, 7), (0.88, 8)):
+        probabilities = distribution(row, SamplingParams(top_p=top_p))
+        np.testing.assert_array_equal(probabilities > 0, np.arange(8) < kept)
+
+
+@pytest.mark.parametrize(("u", "token"), [(0.0, 2), (0.5 - 2**-53, 2), (0.5, 5), (1 - 2**-53, 5)])
+def test_the_ends_of_the_line(u: float, token: int, monkeypatch) -> None:
+    """Tokens without probability lie before, between and behind; no number falls on one."""
+    monkeypatch.setattr("reference_engine.sampler.uniform", lambda *key: u)
+    row = np.full((1, 8), -np.inf, dtype=np.float32)
+    row[0, [2, 5]] = 1.0
+    assert sample(row, [SamplingParams()], [(0, 0, 0)])[0] == [token]
+
+
 def test_random_numbers_hang_on_every_part_of_the_key() -> None:
     keys = [(s, i, p) for s in (0, 1, 2**64 - 1) for i in range(4) for p in range(50)]
     numbers = [uniform(*key) for key in keys]
