@@ -5,7 +5,7 @@
 // whatever else a task computes; so a row's bits do not depend on the batch, the threads, the block size
 // or how a prompt was cut.
 
-constexpr int kUnpackRows = 16;  // from here on a tile is turned into f32 once instead of at each use
+constexpr int kUnpackRows = 32;  // from here on a tile is turned into f32 once instead of at each use
 
 // How many keys the query token at `position` sees: those at positions 0 .. visible_keys - 1.
 inline int visible_keys(const AttentionParams& p, int32_t seq, int32_t position) {

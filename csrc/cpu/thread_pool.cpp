@@ -27,8 +27,8 @@ namespace {
 
 // Long enough to meet the next op of a layer, short enough not to take the CPU from whoever runs between.
 constexpr auto kSpin = std::chrono::microseconds(15);
-// Below this a job ends before a sleeping worker has opened its eyes.
-constexpr int64_t kMinBytesPerThread = 128 << 10;
+// Waking a sleeping worker takes as long as moving about half of this; below it a job is done sooner alone.
+constexpr int64_t kMinBytesPerThread = 1 << 20;
 
 thread_local bool inside_task = false;
 

@@ -373,8 +373,14 @@ int main(int argc, char** argv) {
     test_fork();
   } else if (what == "kernels") {
     test_kernels();
+  } else if (what == "settings") {  // as the environment has them
+    try {
+      std::printf("%s %d\n", cpu::selected_isa().c_str(), cpu::num_threads());
+    } catch (const ValueError& error) {
+      std::printf("%s\n", error.what());
+    }
   } else {
-    std::fprintf(stderr, "usage: cpu_driver pool|fork|kernels\n");
+    std::fprintf(stderr, "usage: cpu_driver pool|fork|kernels|settings\n");
     return 2;
   }
 }

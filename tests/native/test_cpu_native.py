@@ -81,12 +81,45 @@ def test_clean_under_sanitizers(driver: Path, part: str) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.parametrize(
+    ("environment", "printed"),
+    [
+        ({"PAGED_OPS_CPU_ISA": "scalar", "PAGED_OPS_NUM_THREADS": "3"}, "scalar 3"),
+        ({"PAGED_OPS_CPU_ISA": "sse9"}, 'PAGED_OPS_CPU_ISA: is "sse9", wanted one of '),
+        ({"PAGED_OPS_NUM_THREADS": "0"}, 'PAGED_OPS_NUM_THREADS: is "0", wanted a number from 1 to 4096'),
+        ({"PAGED_OPS_NUM_THREADS": "2x"}, 'PAGED_OPS_NUM_THREADS: is "2x", wanted a number'),
+    ],
+)
+def test_settings_from_the_environment(driver: Path, environment: dict[str, str], printed: str) -> None:
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PAGED_OPS_")}
+    done = subprocess.run(
+        [driver, "settings"], env={**inherited, **environment}, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.startswith(printed)
+
+
+def test_as_many_threads_as_cpus_allowed(driver: Path) -> None:
+    if not hasattr(os, "sched_setaffinity"):
+        pytest.skip("no affinity on this system")
+    one = min(os.sched_getaffinity(0))
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("PAGED_OPS_")}
+    done = subprocess.run(
+        [driver, "settings"],
+        env=inherited,
+        capture_output=True,
+        text=True,
+        check=True,
+        preexec_fn=lambda: os.sched_setaffinity(0, {one}),
+    )
+    assert done.stdout.split()[1] == "1"
+
+
 @pytest.mark.skipif(not X86, reason="other machines have one instruction set")
 @pytest.mark.parametrize("name", ["isa_avx2", "isa_avx512"])
 def test_nothing_shared_is_compiled_for_one_instruction_set(name: str, tmp_path: Path) -> None:
     """The linker keeps one of the weak symbols of a name: a shared inline function or template that is
     compiled here too might then run AVX code on a machine without it. Unoptimised, none hides by inlining."""
-    target = compile_object(CSRC / "cpu" / f"{name}.cpp", tmp_path, ["-O0", "-w"])
+    target = compile_object(CSRC / "cpu" / f"{name}.cpp", tmp_path, ["-O0", "-w", "-fno-exceptions"])
     listing = subprocess.run(["nm", "-C", str(target)], check=True, capture_output=True, text=True).stdout
     namespace = f"paged_ops::cpu::{name.removeprefix('isa_')}::"
     weak = [line for line in listing.splitlines() if line[17:18] in "WVu"]
