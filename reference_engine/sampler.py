@@ -101,10 +101,9 @@ def _rows(logits: Any) -> npt.NDArray[np.float32]:
 def _draw(row: npt.NDArray[np.float32], params: SamplingParams, u: float) -> int:
     ids, weights = _candidates(row, params)
     ends = np.cumsum(weights)
-    # Side "right" passes over tokens of weight 0. Rounding can bring u * total up to the total itself: then
-    # the last token of any weight is meant.
-    index = int(np.searchsorted(ends, u * ends[-1], side="right"))
-    return int(ids[index if index < len(ids) else np.flatnonzero(weights)[-1]])
+    # Side "right" passes over tokens of weight 0. As u is at most 1 - 2**-53 and the total at least 1, their
+    # product rounds to less than the total, so that there is always a token.
+    return int(ids[np.searchsorted(ends, u * ends[-1], side="right")])
 
 
 def _candidates(row: npt.NDArray[np.float32], params: SamplingParams) -> tuple[npt.NDArray[np.int64], Floats]:

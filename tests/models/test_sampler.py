@@ -151,6 +151,13 @@ def test_the_ends_of_the_line(u: float, token: int, monkeypatch) -> None:
     assert sample(row, [SamplingParams()], [(0, 0, 0)])[0] == [token]
 
 
+def test_the_largest_number_still_falls_on_a_token() -> None:
+    largest = 1 - 2**-53
+    totals = np.random.default_rng(0).uniform(1, 50000, 100_000)
+    totals = np.concatenate([totals, 2.0 ** np.arange(16), np.nextafter(2.0 ** np.arange(16), 1e9)])
+    assert (largest * totals < totals).all()
+
+
 def test_random_numbers_hang_on_every_part_of_the_key() -> None:
     keys = [(s, i, p) for s in (0, 1, 2**64 - 1) for i in range(4) for p in range(50)]
     numbers = [uniform(*key) for key in keys]
