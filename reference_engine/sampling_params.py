@@ -1,4 +1,4 @@
-"""What a caller may ask of sampling and stopping: one validated, immutable record per request (stdlib only)."""
+"""What a caller may ask of sampling and stopping: one validated record per request (stdlib only)."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ _MAX_SEED = 2**64 - 1
 class SamplingParams:
     """How the tokens of one request are chosen, and when it ends.
 
-    The distribution of a token is built in this order (see `reference_engine.sampler` for the exact tie rules):
-    logits / temperature -> the `top_k` most probable -> the smallest set that reaches `top_p` -> tokens of at least
-    `min_p` times the largest probability -> renormalised.
+    The distribution of a token is built in this order (exactly, with ties: `reference_engine.sampler`):
+    logits / temperature -> the `top_k` most probable -> the smallest set that reaches `top_p` -> tokens of at
+    least `min_p` times the largest probability -> renormalised.
 
     Args:
         temperature: 0 means greedy (the largest logit, the lowest id on a tie); else finite and positive.
