@@ -1,7 +1,7 @@
 """Builds the native modules with CMake. Everything that is not the build lives in pyproject.toml.
 
 Environment:
-    PAGED_OPS_CUDA        auto (default: when nvcc is found), on, off, or pip (NVIDIA's compiler wheels from PyPI)
+    PAGED_OPS_CUDA        auto (default: when nvcc is found), on, off, or pip (NVIDIA's wheels from PyPI)
     PAGED_OPS_CUDA_ARCHS  architectures in CMake's notation, e.g. "90-real" or "80-real;90-real;120"
     PAGED_OPS_EMULATED    1 also builds paged_ops._emulated, the CUDA kernels in the SIMT emulator (for tests)
     PAGED_OPS_SANITIZE    sanitizers for the emulated module, e.g. address,undefined
@@ -70,8 +70,8 @@ class CMakeBuild(build_ext):
     def build_extensions(self) -> None:
         import pybind11
 
-        target = Path(self.get_ext_fullpath("paged_ops._native")).parent.resolve()
-        build = Path(os.environ.get("PAGED_OPS_BUILD_DIR", self.build_temp)).resolve()
+        target = Path(str(self.get_ext_fullpath("paged_ops._native"))).parent.resolve()
+        target = Path(self.get_ext_fullpath("paged_ops._native") or "").parent.resolve()
         build.mkdir(parents=True, exist_ok=True)
         options, extra = cuda_options()
         environment = {**os.environ, **extra}

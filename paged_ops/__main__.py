@@ -35,7 +35,9 @@ def main() -> None:
         "paged_ops": f"{paged_ops.__version__}, Python {platform.python_version()}, {platform.machine()}",
         "cpu": f"{isas}; {paged_ops.get_num_threads()} threads",
         "cuda": _cuda(),
-        "emulated": "built" if importlib.util.find_spec("paged_ops._emulated") else "not built (for tests only)",
+        "emulated": "built"
+        if importlib.util.find_spec("paged_ops._emulated")
+        else "not built (for tests only)",
         "libraries": _libraries(),
     }
     for name, fact in facts.items():

@@ -49,7 +49,9 @@ def empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
             return cupy.empty(shape, numpy_dtype(dtype))
     if kind in ("jax", "jaxlib"):
         raise ValueError("out: JAX arrays are immutable; convert the inputs with numpy.asarray first")
-    raise ValueError(f"out: cannot allocate a {type(like).__name__}; pass out= (and lse=, workspace= where needed)")
+    raise ValueError(
+        f"out: cannot allocate a {type(like).__name__}; pass out= (and lse=, workspace= where needed)"
+    )
 
 
 def dlpack_capsule(array: Any) -> Any:

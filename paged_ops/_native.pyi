@@ -1,4 +1,4 @@
-"""The native module. Its functions check their arguments and are called by paged_ops.ops, which documents them."""
+"""The native module. Its functions check their arguments; paged_ops.ops calls and documents them."""
 
 from typing import Any
 

@@ -1,7 +1,7 @@
-"""The ops under torch.library, so that ``torch.compile(fullgraph=True)`` and ``torch.export`` trace through them.
+"""The ops under torch.library, for ``torch.compile(fullgraph=True)`` and ``torch.export`` to trace through.
 
-Imported by ``_torch_hook`` once torch is there. Eager calls do not pass through here: they go from ``ops.py`` to the
-native module directly. One table holds each op's schema, what runs it and what a fake tensor becomes.
+Imported by ``_torch_hook`` once torch is there. Eager calls do not pass through here: they go from ``ops.py``
+to the native module directly. One table holds each op's schema, what runs it and what a fake tensor becomes.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ def _merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any) -
     _backend.module.merge_attention_states(out_a, lse_a, out_b, lse_b, out, lse)
 
 
-def _write(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, check: bool | None) -> None:
+def _write(
+    key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, check: bool | None
+) -> None:
     _backend.module.write_kv_cache(key, value, key_cache, value_cache, slot_mapping, _check(check))
 
 
@@ -68,7 +70,12 @@ def _swap(source: Any, destination: Any, block_pairs: Any) -> None:
 
 
 def _gather(
-    key_cache: Any, value_cache: Any, block_tables: Any, seq_lens: Any, num_tokens: int | None, check: bool | None
+    key_cache: Any,
+    value_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    num_tokens: int | None,
+    check: bool | None,
 ) -> tuple[Any, Any, Any]:
     return _backend.module.gather_kv_cache(
         key_cache, value_cache, block_tables, seq_lens, None, None, num_tokens, _check(check)
@@ -76,7 +83,13 @@ def _gather(
 
 
 def _gather_out(
-    key_cache: Any, value_cache: Any, block_tables: Any, seq_lens: Any, key: Any, value: Any, check: bool | None
+    key_cache: Any,
+    value_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    key: Any,
+    value: Any,
+    check: bool | None,
 ) -> Any:
     return _backend.module.gather_kv_cache(
         key_cache, value_cache, block_tables, seq_lens, key, value, None, _check(check)
@@ -102,7 +115,13 @@ def _fake_gather(
 
 
 def _fake_gather_out(
-    key_cache: Any, value_cache: Any, block_tables: Any, seq_lens: Any, key: Any, value: Any, check: bool | None
+    key_cache: Any,
+    value_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    key: Any,
+    value: Any,
+    check: bool | None,
 ) -> Any:
     return seq_lens.new_empty((seq_lens.shape[0] + 1,))
 
@@ -110,8 +129,8 @@ def _fake_gather_out(
 _TABLE: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     (
         "attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
-        "Tensor? cu_seqlens_q, float? scale, bool causal, Tensor(a!) out, Tensor(b!)? lse, Tensor(c!)? workspace, "
-        "bool? check) -> ()",
+        "Tensor? cu_seqlens_q, float? scale, bool causal, Tensor(a!) out, Tensor(b!)? lse, "
+        "Tensor(c!)? workspace, bool? check) -> ()",
         _attention,
         _nothing,
     ),
@@ -122,22 +141,22 @@ _TABLE: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
         _nothing,
     ),
     (
-        "write_kv_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor slot_mapping, "
-        "bool? check) -> ()",
+        "write_kv_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
+        "Tensor slot_mapping, bool? check) -> ()",
         _write,
         _nothing,
     ),
     ("copy_blocks(Tensor(a!)[] caches, Tensor block_pairs, bool? check) -> ()", _copy, _nothing),
     ("swap_blocks(Tensor source, Tensor(a!) destination, Tensor block_pairs) -> ()", _swap, _nothing),
     (
-        "gather_kv_cache(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, SymInt? num_tokens, "
-        "bool? check) -> (Tensor, Tensor, Tensor)",
+        "gather_kv_cache(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
+        "SymInt? num_tokens, bool? check) -> (Tensor, Tensor, Tensor)",
         _gather,
         _fake_gather,
     ),
     (
-        "gather_kv_cache_out(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, Tensor(a!) key, "
-        "Tensor(b!) value, bool? check) -> Tensor",
+        "gather_kv_cache_out(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
+        "Tensor(a!) key, Tensor(b!) value, bool? check) -> Tensor",
         _gather_out,
         _fake_gather_out,
     ),
@@ -229,7 +248,9 @@ class _TracedOps:
         return out, lse
 
     @staticmethod
-    def write(key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, check: bool | None) -> None:
+    def write(
+        key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, check: bool | None
+    ) -> None:
         torch.ops.paged_ops.write_kv_cache(key, value, key_cache, value_cache, slot_mapping, check)
 
     @staticmethod

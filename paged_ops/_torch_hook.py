@@ -1,7 +1,8 @@
 """Registers the ops with torch.library as soon as torch is there, whichever of the two is imported first.
 
-``import paged_ops`` must not import torch (NumPy users would pay for it), yet ``torch.compile`` has to find the ops
-registered when it traces its first call. So when torch has not been imported yet, its import is followed up.
+``import paged_ops`` must not import torch (NumPy users would pay for it), yet ``torch.compile`` has to find
+the ops registered when it traces its first call. So when torch has not been imported yet, its import is
+followed up.
 """
 
 from __future__ import annotations

@@ -1,18 +1,20 @@
 """The public ops. Each is defined by the function of the same name in :mod:`paged_ops.reference`.
 
-Tensors may be of torch, NumPy or cupy (any type with DLPack); outputs are of the query's kind. Common shapes::
+Tensors may be of torch, NumPy or cupy (any type with DLPack); outputs are of the query's kind.
+Common shapes::
 
     query         [num_tokens, num_q_heads, head_dim]                float32, float16, bfloat16
-    key_cache     [num_blocks, block_size, num_kv_heads, head_dim]   as query; any strides, last dimension contiguous
-    value_cache   the same, its head_dim may differ
+    key_cache     [num_blocks, block_size, num_kv_heads, head_dim]   as query; any strides, the last dimension
+                                                                     contiguous
+    value_cache   the same; its head_dim may differ
     block_tables  [num_seqs, max_blocks_per_seq]                     int32
     seq_lens      [num_seqs]                                         int32
     slot_mapping  [num_tokens]                                       int64, block * block_size + offset
 
-Errors in shape, dtype, strides, device or options raise ``ValueError`` or ``TypeError`` that name the argument,
-before anything is written. Block ids, lengths and slots out of range raise ``ValueError`` on the CPU always, on CUDA
-with ``check=True`` or ``PAGED_OPS_CHECK=1``; unchecked, CUDA never reads or writes outside the caches through a slot
-out of range, but results that depend on a wrong block id are undefined.
+Errors in shape, dtype, strides, device or options raise ``ValueError`` or ``TypeError`` that name the
+argument, before anything is written. Block ids, lengths and slots out of range raise ``ValueError`` on the
+CPU always, on CUDA with ``check=True`` or ``PAGED_OPS_CHECK=1``; unchecked, CUDA never reads or writes
+outside the caches through a slot out of range, but results that depend on a wrong block id are undefined.
 """
 
 from __future__ import annotations
@@ -49,20 +51,22 @@ def paged_attention_decode(
     """Attention of one query token per sequence over its keys and values in the paged cache.
 
     ``out[s, h] = softmax_j(scale * query[s, h] . key[s, j, h // group]) @ value[s, j, h // group]`` over the
-    ``seq_lens[s]`` tokens ``j`` of sequence ``s`` (Kwon et al., PagedAttention, SOSP 2023, eq. 4), accumulated in
-    float32. The bits of a row depend on nothing but that row's own query, keys, values and length.
+    ``seq_lens[s]`` tokens ``j`` of sequence ``s`` (Kwon et al., PagedAttention, SOSP 2023, eq. 4),
+    accumulated in float32. The bits of a row depend on nothing but that row's own query, keys, values and
+    length.
 
     Args:
-        query: ``[num_seqs, num_q_heads, head_dim]``; ``num_q_heads`` is a multiple of the caches' ``num_kv_heads``.
-        key_cache, value_cache, block_tables, seq_lens: see the module. A sequence of length 0 gives output 0 and
-            LSE ``-inf``.
+        query: ``[num_seqs, num_q_heads, head_dim]``; ``num_q_heads`` is a multiple of the caches'
+            ``num_kv_heads``.
+        key_cache, value_cache, block_tables, seq_lens: see the module. A sequence of length 0 gives output 0
+            and LSE ``-inf``.
         scale: multiplies the logits; default ``head_dim ** -0.5``.
-        out: ``[num_seqs, num_q_heads, value_head_dim]`` of the query's dtype, written in full; allocated when None.
-            It may not share memory with an input.
+        out: ``[num_seqs, num_q_heads, value_head_dim]`` of the query's dtype, written in full; allocated when
+            None. It may not share memory with an input.
         lse: float32 ``[num_seqs, num_q_heads]``, contiguous, to write the LSE to.
         return_lse: also return the natural logarithm of the softmax's denominator.
-        workspace: any tensor of at least :func:`workspace_size` bytes; allocated with the caller's framework when
-            None (the CPU backend keeps scratch of its own). Its contents do not matter. One per stream.
+        workspace: any tensor of at least :func:`workspace_size` bytes; allocated with the caller's framework
+            when None (the CPU backend keeps scratch of its own). Its contents do not matter. One per stream.
         check: check block ids and lengths first; default from ``PAGED_OPS_CHECK``, always on for the CPU.
 
     Returns:
@@ -70,7 +74,17 @@ def paged_attention_decode(
     """
     if _compiling():
         return _torch_ops.decode(
-            query, key_cache, value_cache, block_tables, seq_lens, scale, out, lse, return_lse, workspace, check
+            query,
+            key_cache,
+            value_cache,
+            block_tables,
+            seq_lens,
+            scale,
+            out,
+            lse,
+            return_lse,
+            workspace,
+            check,
         )
     if check is None:
         check = _backend.check_by_default
@@ -107,16 +121,18 @@ def paged_attention(
     workspace: Any = None,
     check: bool | None = None,
 ) -> Any:
-    """Attention of several query tokens per sequence (prefill, a chunk of it, verification) over the paged cache.
+    """Attention of several query tokens per sequence over the paged cache: prefill, chunks, verification.
 
-    The query tokens of sequence ``s`` are rows ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1] - 1`` of ``query`` and
-    are the *last* tokens of the sequence: token ``t`` sits at position ``seq_lens[s] - num_query_tokens + t``. With
-    ``causal`` it sees the keys at positions up to its own, else all ``seq_lens[s]``. Their keys and values have to be
-    in the cache already (:func:`write_kv_cache`). A row's bits are those that :func:`paged_attention_decode` gives
-    for it at its position, however a prompt is cut into chunks.
+    The query tokens of sequence ``s`` are rows ``cu_seqlens_q[s]`` to ``cu_seqlens_q[s + 1] - 1`` of
+    ``query`` and are the *last* tokens of the sequence: token ``t`` sits at position ``seq_lens[s] -
+    num_query_tokens + t``. With ``causal`` it sees the keys at positions up to its own, else all
+    ``seq_lens[s]``. Their keys and values have to be in the cache already (:func:`write_kv_cache`). A row's
+    bits are those that :func:`paged_attention_decode` gives for it at its position, however a prompt is cut
+    into chunks.
 
     Args:
-        query: ``[num_tokens, num_q_heads, head_dim]``. Rows from ``cu_seqlens_q[-1]`` on (padding) give 0, ``-inf``.
+        query: ``[num_tokens, num_q_heads, head_dim]``. Rows from ``cu_seqlens_q[-1]`` on (padding) give 0,
+            ``-inf``.
         cu_seqlens_q: int32 ``[num_seqs + 1]``, starts at 0, never falls.
         causal: see above.
         Others as in :func:`paged_attention_decode`.
@@ -166,14 +182,16 @@ def merge_attention_states(
 ) -> tuple[Any, Any]:
     """Merge two partial attention results over disjoint sets of keys into the result over their union.
 
-    ``lse = log(exp(lse_a) + exp(lse_b))``, ``out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)``. A state
-    with LSE ``-inf`` is the identity, whatever its output holds; both ``-inf`` give output 0 and LSE ``-inf``.
+    ``lse = log(exp(lse_a) + exp(lse_b))``, ``out = out_a * exp(lse_a - lse) + out_b * exp(lse_b - lse)``. A
+    state with LSE ``-inf`` is the identity, whatever its output holds; both ``-inf`` give output 0 and LSE
+    ``-inf``.
 
     Args:
         out_a, out_b: ``[num_tokens, num_heads, head_dim]``, equal dtypes (float32, float16, bfloat16),
             head_dim a multiple of 8.
         lse_a, lse_b: float32 ``[num_tokens, num_heads]``, natural logarithm.
-        out, lse: where to write; ``out`` may be ``out_a`` or ``out_b`` itself, ``lse`` may be ``lse_a`` or ``lse_b``.
+        out, lse: where to write; ``out`` may be ``out_a`` or ``out_b`` itself, ``lse`` may be ``lse_a`` or
+            ``lse_b``.
 
     Returns:
         ``(out, lse)``.
@@ -192,8 +210,9 @@ def write_kv_cache(
         key: ``[num_tokens, num_kv_heads, head_dim]``, dtype of the caches, last dimension contiguous.
         value: ``[num_tokens, num_kv_heads, value_head_dim]``.
         key_cache, value_cache: written in place.
-        slot_mapping: int64, at most ``num_tokens`` slots: it says how many rows are written, so ``key`` and ``value``
-            may be padded. A negative slot skips its row. No slot may come twice (the result would be either row).
+        slot_mapping: int64, at most ``num_tokens`` slots: it says how many rows are written, so ``key`` and
+            ``value`` may be padded. A negative slot skips its row. No slot may come twice (the result would
+            be either row).
         check: check slots first; always on for the CPU.
     """
     if _compiling():
@@ -208,10 +227,11 @@ def copy_blocks(caches: Any, block_pairs: Any, *, check: bool | None = None) -> 
     """Copy whole blocks inside caches, in every one of them in one call (copy-on-write over all layers).
 
     Args:
-        caches: a tensor ``[num_blocks, ...]`` or a list of such with one shape, dtype and strides (K and V of each
-            layer, or a whole block-major pool), written in place.
-        block_pairs: int64 ``[num_pairs, 2]`` of (source, destination), on the caches' device. Destinations differ,
-            and no block is both a source and a destination; a pair of a block with itself does nothing.
+        caches: a tensor ``[num_blocks, ...]`` or a list of such with one shape, dtype and strides (K and V of
+            each layer, or a whole block-major pool), written in place.
+        block_pairs: int64 ``[num_pairs, 2]`` of (source, destination), on the caches' device. Destinations
+            differ, and no block is both a source and a destination; a pair of a block with itself does
+            nothing.
         check: check block ids first; always on for the CPU.
     """
     if not isinstance(caches, (list, tuple)):
@@ -229,8 +249,10 @@ def swap_blocks(source: Any, destination: Any, block_pairs: Any) -> None:
 
     Args:
         source, destination: ``[num_blocks, ...]``, equal in dtype and in every extent but the first. Copies
-            between a GPU and the host run on the caller's current stream; with pinned host memory they are asynchronous.
-        block_pairs: int64 ``[num_pairs, 2]`` of (source block, destination block), on the CPU; ids are checked.
+            between a GPU and the host run on the caller's current stream; with pinned host memory they are
+            asynchronous.
+        block_pairs: int64 ``[num_pairs, 2]`` of (source block, destination block), on the CPU; ids are
+            checked.
     """
     if _compiling():
         return _torch_ops.swap(source, destination, block_pairs)
@@ -253,19 +275,22 @@ def gather_kv_cache(
     Args:
         key_cache, value_cache, block_tables, seq_lens: see the module.
         out: ``(key, value)`` to write to, ``[num_rows, num_kv_heads, head_dim]`` each.
-        num_tokens: rows to allocate without ``out``. On the CPU the default is the sum of ``seq_lens``; on a GPU,
-            where reading it would stop the stream, the bound ``num_seqs * max_blocks_per_seq * block_size``.
+        num_tokens: rows to allocate without ``out``. On the CPU the default is the sum of ``seq_lens``; on a
+            GPU, where reading it would stop the stream, the bound ``num_seqs * max_blocks_per_seq *
+            block_size``.
         check: check block ids and lengths first; always on for the CPU.
 
     Returns:
-        ``(key, value, cu_seqlens)``, ``cu_seqlens`` int32 ``[num_seqs + 1]``. Token ``t`` of sequence ``s`` is row
-        ``cu_seqlens[s] + t``; rows from ``cu_seqlens[-1]`` on are 0.
+        ``(key, value, cu_seqlens)``, ``cu_seqlens`` int32 ``[num_seqs + 1]``. Token ``t`` of sequence ``s``
+        is row ``cu_seqlens[s] + t``; rows from ``cu_seqlens[-1]`` on are 0.
     """
     if out is not None and len(out) != 2:
         raise ValueError(f"out: has {len(out)} elements, wanted (key, value)")
     key, value = out if out is not None else (None, None)
     if _compiling():
-        return _torch_ops.gather(key_cache, value_cache, block_tables, seq_lens, key, value, num_tokens, check)
+        return _torch_ops.gather(
+            key_cache, value_cache, block_tables, seq_lens, key, value, num_tokens, check
+        )
     if check is None:
         check = _backend.check_by_default
     return _backend.module.gather_kv_cache(
@@ -288,8 +313,8 @@ def workspace_size(
 ) -> int:
     """Bytes that an attention op needs as ``workspace`` for these shapes; a function of shapes only.
 
-    ``num_tokens`` None is :func:`paged_attention_decode` (one per sequence), a number is :func:`paged_attention`.
-    ``device`` is ``"cpu"`` or ``"cuda"`` (with or without an ordinal). May be 0.
+    ``num_tokens`` None is :func:`paged_attention_decode` (one per sequence), a number is
+    :func:`paged_attention`. ``device`` is ``"cpu"`` or ``"cuda"`` (with or without an ordinal). May be 0.
     """
     return int(
         _backend.module.attention_workspace_nbytes(
@@ -328,7 +353,7 @@ def supports(
     block_size: int = 16,
     cache_dtype: Any = None,
 ) -> Support:
-    """Whether the ops take this combination, by the very predicate that each call asks. Same on every backend."""
+    """Whether the ops take this combination, by the predicate that each call asks. Same on every backend."""
     try:
         reason = _backend.module.refusal(
             _arrays.dtype_name(dtype),

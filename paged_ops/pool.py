@@ -22,9 +22,9 @@ class KVPool:
     """The KV cache of all layers, block-major: everything of a block lies in one contiguous piece.
 
     Attributes:
-        tensor: ``[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`` (layout ``"NHD"``) or ``[num_blocks,
-            num_layers, 2, num_kv_heads, block_size, head_dim]`` (``"HND"``); K at index 0 of the third dimension, V
-            at 1. Copying or swapping a block of it is one transfer.
+        tensor: ``[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`` (layout ``"NHD"``) or
+            ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`` (``"HND"``); K at index 0 of
+            the third dimension, V at 1. Copying or swapping a block of it is one transfer.
     """
 
     tensor: Any
@@ -85,16 +85,17 @@ def allocate_kv_pool(
 ) -> KVPool:
     """Allocate a zeroed KV pool, block-major over all layers.
 
-    On the CPU the memory is aligned to huge pages and advised to be huge before it is first touched, which is worth
-    1.2 to 1.9x in decode speed on large pools; nothing is touched here, so physical memory grows with use.
+    On the CPU the memory is aligned to huge pages and advised to be huge before it is first touched, which is
+    worth 1.2 to 1.9x in decode speed on large pools; nothing is touched here, so physical memory grows with
+    use.
 
     Args:
         num_blocks, block_size, num_layers, num_kv_heads, head_dim: extents, all at least 1.
         dtype: float32, float16 or bfloat16, as a torch or NumPy dtype or by name.
         device: ``"cpu"``, or ``"cuda"`` with an optional ordinal, or a ``torch.device``.
         layout: ``"NHD"`` keeps a token's heads together, ``"HND"`` a head's tokens. The ops take both.
-        framework: whose tensor to make. Default: torch for a torch dtype or device or where torch has been imported and
-            dtype is a name, else NumPy on the CPU and cupy on a GPU.
+        framework: whose tensor to make. Default: torch for a torch dtype or device or where torch has been
+            imported and dtype is a name, else NumPy on the CPU and cupy on a GPU.
     """
     extents = {
         "num_blocks": num_blocks,

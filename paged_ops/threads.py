@@ -11,5 +11,5 @@ def get_num_threads() -> int:
 
 
 def set_num_threads(num_threads: int) -> None:
-    """Set the number of threads of the CPU ops (at least 1). ``PAGED_OPS_NUM_THREADS`` sets the initial value."""
+    """Set the number of threads of the CPU ops; ``PAGED_OPS_NUM_THREADS`` sets the first value."""
     _native.set_num_threads(num_threads)

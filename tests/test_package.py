@@ -35,7 +35,9 @@ def test_types_ship_with_the_package() -> None:
 
 
 def test_import_brings_no_framework() -> None:
-    run = python("-c", "import sys, paged_ops; print([m for m in ('torch', 'cupy', 'jax') if m in sys.modules])")
+    run = python(
+        "-c", "import sys, paged_ops; print([m for m in ('torch', 'cupy', 'jax') if m in sys.modules])"
+    )
     assert run.stdout.strip() == "[]", run.stderr
 
 

@@ -19,7 +19,8 @@ def test_readme_has_snippets() -> None:
 def test_snippet_runs(index: int, tmp_path: Path) -> None:
     script = tmp_path / "snippet.py"
     script.write_text(SNIPPETS[index])
-    run = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120, cwd=tmp_path)
+    command = [sys.executable, str(script)]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=120, cwd=tmp_path)
     assert run.returncode == 0, run.stderr
     # A comment behind a print says what it prints.
     expected = re.findall(r"^print\(.*\)  # (.+)$", SNIPPETS[index], re.MULTILINE)
