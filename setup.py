@@ -70,8 +70,8 @@ class CMakeBuild(build_ext):
     def build_extensions(self) -> None:
         import pybind11
 
-        target = Path(str(self.get_ext_fullpath("paged_ops._native"))).parent.resolve()
-        target = Path(self.get_ext_fullpath("paged_ops._native") or "").parent.resolve()
+        target = Path(self.get_ext_fullpath("paged_ops._native")).parent.resolve()
+        build = Path(os.environ.get("PAGED_OPS_BUILD_DIR") or self.build_temp or "build").resolve()
         build.mkdir(parents=True, exist_ok=True)
         options, extra = cuda_options()
         environment = {**os.environ, **extra}
