@@ -31,9 +31,19 @@ struct TokenCopy {
     }
   }
 
+  char* destination(int64_t block, int64_t in_block) const {
+    return static_cast<char*>(cache.data) + block * cache.stride_block + in_block * cache.stride_token;
+  }
+
+  void prefetch(int64_t block, int64_t in_block) const {
+    const char* to = destination(block, in_block);
+    for (int32_t head = 0; head < num_heads; head++)
+      for (int64_t i = 0; i < row_nbytes; i += 64) __builtin_prefetch(to + head * cache.stride_head + i, 1);
+  }
+
   void operator()(int64_t token, int64_t block, int64_t in_block) const {
     const char* from = source + token * source_stride_token;
-    char* to = static_cast<char*>(cache.data) + block * cache.stride_block + in_block * cache.stride_token;
+    char* to = destination(block, in_block);
     for (int32_t head = 0; head < num_heads; head++)
       std::memcpy(to + head * cache.stride_head, from + head * source_stride_head, size_t(row_nbytes));
   }
@@ -55,7 +65,14 @@ void cache_write(const CacheWriteParams& p, const Context&) {
   parallel_for(num_tasks, threads, [&](int64_t task) {
     const int64_t begin = task * kTokensPerTask;
     const int64_t end = begin + kTokensPerTask < p.num_tokens ? begin + kTokensPerTask : p.num_tokens;
+    // Slots lie anywhere: the lines of the tokens to come are fetched while this one's are written.
+    constexpr int64_t kAhead = 2;
     for (int64_t token = begin; token < end; token++) {
+      const int64_t next = token + kAhead < end ? p.slot_mapping[token + kAhead] : -1;
+      if (next >= 0) {
+        key.prefetch(next / p.kv.block_size, next % p.kv.block_size);
+        value.prefetch(next / p.kv.block_size, next % p.kv.block_size);
+      }
       const int64_t slot = p.slot_mapping[token];
       if (slot < 0) continue;
       const int64_t block = slot / p.kv.block_size, in_block = slot % p.kv.block_size;
