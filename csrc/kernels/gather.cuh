@@ -15,7 +15,7 @@ __device__ __forceinline__ int clamped_length(const BlockTables& tables, int blo
 constexpr int kScanThreads = 256;
 
 // cu_seqlens[s] = the lengths before s, summed. One CTA.
-inline __global__ void __launch_bounds__(kScanThreads) cu_seqlens_kernel(const GatherParams p) {
+static __global__ void __launch_bounds__(kScanThreads) cu_seqlens_kernel(const GatherParams p) {
   constexpr int kWarps = kScanThreads / kWarpSize;
   SIMT_SHARED(int[kWarps], warp_sums);
   const int lane = int(threadIdx.x) % kWarpSize, warp = warp_index();

@@ -23,7 +23,7 @@ __global__ void check_range_kernel(const Int* values, int64_t count, int64_t low
 }
 
 // One CTA per sequence: its used entries must be blocks. Positions count [num_seqs, max_blocks_per_seq].
-inline __global__ void check_block_ids_kernel(const BlockTables tables, int block_size, int64_t num_blocks,
+static __global__ void check_block_ids_kernel(const BlockTables tables, int block_size, int64_t num_blocks,
                                               FirstBad* first) {
   const int sequence = blockIdx.x;
   const int64_t length = max(tables.seq_lens[sequence], 0);
@@ -35,7 +35,7 @@ inline __global__ void check_block_ids_kernel(const BlockTables tables, int bloc
 }
 
 // cu_seqlens_q [num_seqs + 1] starts at 0, never falls and ends within num_tokens.
-inline __global__ void check_cu_seqlens_q_kernel(const int32_t* cu_seqlens_q, int num_seqs, int num_tokens,
+static __global__ void check_cu_seqlens_q_kernel(const int32_t* cu_seqlens_q, int num_seqs, int num_tokens,
                                                  FirstBad* first) {
   for (int i = blockIdx.x * blockDim.x + threadIdx.x; i <= num_seqs; i += gridDim.x * blockDim.x) {
     const int value = cu_seqlens_q[i];
@@ -46,7 +46,7 @@ inline __global__ void check_cu_seqlens_q_kernel(const int32_t* cu_seqlens_q, in
 // One thread per pair: its destination is no earlier pair's destination, and its source no other pair's, but
 // for pairs of a block with itself, which do nothing.
 // Quadratic, and only run when checks are asked for.
-inline __global__ void check_distinct_kernel(const int64_t* block_pairs, int64_t num_pairs, FirstBad* twice,
+static __global__ void check_distinct_kernel(const int64_t* block_pairs, int64_t num_pairs, FirstBad* twice,
                                              FirstBad* both) {
   const int64_t i = blockIdx.x * int64_t(blockDim.x) + threadIdx.x;
   if (i >= num_pairs) return;

@@ -8,6 +8,26 @@ namespace paged_ops::launch {
 
 size_t attention_workspace_nbytes(const AttentionParams& p) { return plan_attention(p).workspace_nbytes; }
 
+void run_attention(const AttentionPlan& plan, const AttentionParams& op, cudaStream_t stream) {
+  constexpr float kLog2e = 1.44269504088896f;
+  kernels::AttentionArgs args{};
+  args.op = op;
+  args.group = op.num_q_heads / op.kv.num_kv_heads;
+  args.capacity = plan.capacity;
+  args.scale_log2 = op.scale * kLog2e;
+  args.parallel = plan.parallel;
+  args.max_chunks = plan.max_chunks;
+  if (plan.parallel) {
+    auto* workspace = static_cast<unsigned char*>(op.workspace);
+    args.finished = reinterpret_cast<int*>(workspace);
+    args.partial_state = reinterpret_cast<float2*>(workspace + plan.state_offset);
+    args.partial_out = reinterpret_cast<float*>(workspace + plan.out_offset);
+    PAGED_OPS_CUDA_CHECK(cudaMemsetAsync(args.finished, 0, plan.finished_nbytes, stream));
+  }
+  dispatch<float, f16, bf16>(
+      "query", op.dtype, [&](auto t) { launch_attention<typename decltype(t)::type>(plan, args, stream); });
+}
+
 void attention(const AttentionParams& p, const Context& context) {
   const DeviceGuard guard(context.device);
   const auto stream = static_cast<cudaStream_t>(context.stream);
@@ -18,25 +38,7 @@ void attention(const AttentionParams& p, const Context& context) {
     check_block_tables(p.tables, p.kv, stream);
     if (p.cu_seqlens_q) check_cu_seqlens_q(p.cu_seqlens_q, p.tables.num_seqs, p.num_tokens, stream);
   }
-  if (p.num_tokens == 0 || plan.num_places == 0) return;
-
-  constexpr float kLog2e = 1.44269504088896f;
-  kernels::AttentionArgs args{};
-  args.op = p;
-  args.group = p.num_q_heads / p.kv.num_kv_heads;
-  args.capacity = plan.capacity;
-  args.scale_log2 = p.scale * kLog2e;
-  args.parallel = plan.parallel;
-  args.max_chunks = plan.max_chunks;
-  if (plan.parallel) {
-    auto* workspace = static_cast<unsigned char*>(p.workspace);
-    args.finished = reinterpret_cast<int*>(workspace);
-    args.partial_state = reinterpret_cast<float2*>(workspace + plan.state_offset);
-    args.partial_out = reinterpret_cast<float*>(workspace + plan.out_offset);
-    PAGED_OPS_CUDA_CHECK(cudaMemsetAsync(args.finished, 0, plan.finished_nbytes, stream));
-  }
-  dispatch<float, f16, bf16>(
-      "query", p.dtype, [&](auto t) { launch_attention<typename decltype(t)::type>(plan, args, stream); });
+  if (p.num_tokens > 0 && plan.num_places > 0) run_attention(plan, p, stream);
 }
 
 }  // namespace paged_ops::launch

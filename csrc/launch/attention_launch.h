@@ -6,6 +6,9 @@
 
 namespace paged_ops::launch {
 
+// Launches the op as `plan` says; its workspace must be as large as the plan's. Any plan gives the same bits.
+void run_attention(const AttentionPlan& plan, const AttentionParams& op, cudaStream_t stream);
+
 template <class T>
 void launch_attention(const AttentionPlan& plan, const kernels::AttentionArgs& args, cudaStream_t stream);
 

@@ -1,0 +1,288 @@
+// Checks of the CUDA backend's host side: `launch_driver WHAT ...` prints what is wrong and ends with
+// status 1.
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <map>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "launch/attention_launch.h"
+#include "launch/block_swap_config.h"
+#include "launch/packet_width.h"
+
+using namespace paged_ops;
+using launch::AttentionPlan;
+
+namespace {
+
+#define CHECK(condition, ...)                                                        \
+  do {                                                                               \
+    if (!(condition)) fail("line ", __LINE__, ": ", #condition, " ", ##__VA_ARGS__); \
+  } while (false)
+
+std::mt19937 rng(1);
+int uniform(int low, int high) { return std::uniform_int_distribution<int>(low, high)(rng); }
+
+const int32_t kNotRead = 0;  // its address says "varlen"
+
+AttentionParams shapes(int num_seqs, int num_tokens, int num_kv_heads, int group, int max_blocks, bool decode,
+                       DType dtype = DType::bf16, int head_dim = 128) {
+  AttentionParams p{};
+  p.dtype = p.kv.dtype = dtype;
+  p.num_tokens = num_tokens;
+  p.num_q_heads = num_kv_heads * group;
+  p.kv.num_kv_heads = num_kv_heads;
+  p.kv.key_head_dim = p.kv.value_head_dim = head_dim;
+  p.kv.block_size = 16;
+  p.tables.num_seqs = num_seqs;
+  p.tables.max_blocks_per_seq = max_blocks;
+  p.cu_seqlens_q = decode ? nullptr : &kNotRead;
+  return p;
+}
+
+// Every sequence has room for its tiles before the next one begins, and the last one within the batch's
+// slots.
+void slots() {
+  for (int round = 0; round < 20000; round++) {
+    const int num_seqs = uniform(1, 6), group = uniform(1, 70), columns = 8 * uniform(1, 2);
+    std::vector<int> first_row{0};
+    for (int s = 0; s < num_seqs; s++) first_row.push_back(first_row.back() + uniform(0, 1) * uniform(0, 40));
+    const int num_tokens = first_row.back() + uniform(0, 1) * uniform(0, 9);
+    first_row.push_back(num_tokens);  // the padding is one more sequence
+    const AttentionParams p = shapes(num_seqs, num_tokens, 1, group, 1, false);
+    for (int s = 0; s <= num_seqs; s++) {
+      const int64_t begin = kernels::first_slot(first_row[s], s, group, columns);
+      const int64_t tiles = (int64_t(first_row[s + 1] - first_row[s]) * group + columns - 1) / columns;
+      const int64_t end = s < num_seqs ? kernels::first_slot(first_row[s + 1], s + 1, group, columns)
+                                       : kernels::num_slots(p, columns);
+      CHECK(begin + tiles <= end, "sequence ", s, " of ", num_seqs);
+      CHECK(begin < end);
+    }
+  }
+}
+
+// A function of shapes: neither addresses nor strides have a say.
+void workspace() {
+  for (int round = 0; round < 2000; round++) {
+    const bool decode = uniform(0, 1);
+    const int num_seqs = uniform(0, 300), num_tokens = decode ? num_seqs : uniform(0, 2000);
+    const DType dtype = uniform(0, 1) ? DType::f16 : DType::f32;
+    AttentionParams p =
+        shapes(num_seqs, num_tokens, uniform(1, 8), uniform(1, 20), uniform(0, 2000), decode, dtype);
+    const AttentionPlan aligned = launch::plan_attention(p);
+    p.kv.value.data = reinterpret_cast<void*>(uintptr_t(1002));
+    p.kv.key.stride_head = 70;
+    const AttentionPlan odd = launch::plan_attention(p);
+    CHECK(aligned.aligned && !odd.aligned);
+    CHECK(aligned.workspace_nbytes == odd.workspace_nbytes && aligned.parallel == odd.parallel);
+    CHECK(odd.workspace_nbytes == 0 || odd.finished_nbytes >= size_t(odd.num_places) * sizeof(int));
+    CHECK(odd.state_offset % 256 == 0 && odd.out_offset % 256 == 0);
+    CHECK(odd.parallel || odd.workspace_nbytes == 0);
+  }
+}
+
+void splits() {
+  const AttentionPlan one = launch::plan_attention(shapes(1, 1, 8, 4, 8192, true));
+  CHECK(one.parallel && one.splits == 256, "a lone sequence of 131072 tokens spreads over all its chunks");
+  const AttentionPlan many = launch::plan_attention(shapes(256, 256, 8, 4, 8192, true));
+  CHECK(!many.parallel || many.splits < 8, "a large batch needs few CTAs per sequence");
+  const AttentionPlan brief = launch::plan_attention(shapes(64, 64, 8, 4, 32, true));
+  CHECK(!brief.parallel && brief.workspace_nbytes == 0, "one chunk needs no workspace");
+  const AttentionPlan prefill = launch::plan_attention(shapes(1, 4096, 8, 4, 8192, false));
+  CHECK(!prefill.parallel && prefill.column_tiles == 2 && prefill.workspace_nbytes == 0);
+  const AttentionPlan verify = launch::plan_attention(shapes(4, 20, 8, 4, 8192, false));
+  CHECK(verify.parallel && verify.column_tiles == 2, "a few tokens of a long sequence share its chunks");
+  CHECK(launch::plan_attention(shapes(1, 1, 1, 1, 1 << 30, true)).capacity > 0,
+        "a table wider than 2^31 tokens");
+}
+
+void packet_width() {
+  const auto width = [](int64_t bits) { return launch::PacketWidth().nbytes(bits).get(); };
+  CHECK(width(0) == 16 && width(32) == 16 && width(48) == 16 && width(-16) == 16);
+  CHECK(width(8) == 4 && width(4) == 4 && width(6) == 2 && width(7) == 1 && width(-2) == 2);
+  CHECK(launch::PacketWidth().nbytes(256).address(reinterpret_cast<void*>(0x1004)).get() == 4);
+}
+
+void head_threads() {
+  for (int packets = 1; packets <= 512; packets++)
+    for (int heads = 1; heads <= 130; heads++) {
+      const dim3 threads = launch::head_threads(packets, heads);
+      CHECK(threads.x * threads.y * threads.z <= 256 && threads.x * threads.y * threads.z % 32 == 0);
+    }
+}
+
+// The pieces, one by one, do what copying run by run does; dense pools move in few pieces.
+void swap_pieces() {
+  for (int round = 0; round < 4000; round++) {
+    const int num_blocks = uniform(2, 9);
+    BlockSwapParams p{};
+    const int64_t run = uniform(1, 6);
+    // Three dimensions outside a run in random order and with random gaps, on either side.
+    const int64_t counts[3] = {num_blocks, uniform(1, 3), uniform(1, 3)};
+    const auto strides = [&](int64_t (&stride)[3]) {
+      int order[3] = {0, 1, 2};
+      std::shuffle(order, order + 3, rng);
+      int64_t extent = run;
+      for (const int dim : order) {
+        stride[dim] = extent + uniform(0, 1) * uniform(0, 3);
+        extent = stride[dim] * counts[dim];
+      }
+      return extent;
+    };
+    int64_t from[3], to[3];
+    const int64_t from_nbytes = strides(from), to_nbytes = strides(to);
+    p.source_block = {run, {counts[1], counts[2]}, {from[1], from[2]}};
+    p.destination_block = {run, {counts[1], counts[2]}, {to[1], to[2]}};
+    p.source_block_stride = from[0];
+    p.destination_block_stride = to[0];
+    std::vector<int64_t> pairs;
+    for (int i = uniform(0, num_blocks - 1); i < num_blocks; i++) {
+      pairs.push_back(uniform(0, 2) ? i : uniform(0, num_blocks - 1));
+      pairs.push_back(i);
+    }
+    p.block_pairs = pairs.data();
+    p.num_pairs = int64_t(pairs.size() / 2);
+
+    std::vector<uint8_t> source(from_nbytes), wanted(to_nbytes, 7), actual(to_nbytes, 7);
+    for (auto& byte : source) byte = uint8_t(uniform(0, 255));
+    for (int64_t pair = 0; pair < p.num_pairs; pair++)
+      for (int64_t i = 0; i < counts[1]; i++)
+        for (int64_t j = 0; j < counts[2]; j++)
+          std::memcpy(&wanted[pairs[2 * pair + 1] * to[0] + i * to[1] + j * to[2]],
+                      &source[pairs[2 * pair] * from[0] + i * from[1] + j * from[2]], run);
+    for (const launch::CopyPiece& piece : launch::plan_block_swap(p)) {
+      CHECK(piece.height == 1 ||
+            (piece.source_pitch >= piece.width && piece.destination_pitch >= piece.width));
+      for (int64_t row = 0; row < piece.height; row++)
+        std::memcpy(&actual[piece.destination + row * piece.destination_pitch],
+                    &source[piece.source + row * piece.source_pitch], piece.width);
+    }
+    CHECK(wanted == actual, "round ", round);
+  }
+  const int64_t pairs[] = {4, 1, 5, 2, 6, 3, 0, 7};
+  BlockSwapParams dense{};
+  dense.source_block = dense.destination_block = {1024, {1, 1}, {0, 0}};
+  dense.source_block_stride = dense.destination_block_stride = 1024;
+  dense.block_pairs = pairs;
+  dense.num_pairs = 4;
+  const auto pieces = launch::plan_block_swap(dense);
+  CHECK(pieces.size() == 2 && pieces[0].width == 3 * 1024 && pieces[0].height == 1);
+}
+
+// ---- plans ----
+
+std::vector<unsigned char> random_tensor(DType dtype, size_t count) {
+  std::vector<unsigned char> bytes(count * itemsize(dtype));
+  std::normal_distribution<float> normal(0, 1.5);
+  for (size_t i = 0; i < count; i++) {
+    const float x = normal(rng);
+    const f16 h = portable::from_float<f16>(x);
+    const bf16 b = portable::from_float<bf16>(x);
+    const void* from = dtype == DType::f32   ? static_cast<const void*>(&x)
+                       : dtype == DType::f16 ? &h.bits
+                                             : &b.bits;
+    std::memcpy(&bytes[i * itemsize(dtype)], from, itemsize(dtype));
+  }
+  return bytes;
+}
+
+void plans(DType dtype, int head_dim, int value_head_dim, int group, bool decode) {
+  constexpr int kBlockSize = 24, kKvHeads = 2;
+  const std::vector<int32_t> seq_lens{1100, 0, 17, 530};
+  const std::vector<int32_t> cu_seqlens_q{0, 11, 13, 20, 43};
+  const int num_seqs = int(seq_lens.size()), num_tokens = decode ? num_seqs : cu_seqlens_q.back() + 2;
+  const int num_q_heads = kKvHeads * group, size = itemsize(dtype);
+  std::vector<int32_t> table;
+  int num_blocks = 0;
+  const int max_blocks = (1100 + kBlockSize - 1) / kBlockSize + 3;
+  for (const int length : seq_lens)
+    for (int i = 0; i < max_blocks; i++)
+      table.push_back(i * kBlockSize < length ? num_blocks++ : 1 << 30);  // unused entries would end the run
+
+  auto query = random_tensor(dtype, size_t(num_tokens) * num_q_heads * head_dim);
+  auto key = random_tensor(dtype, size_t(num_blocks) * kBlockSize * kKvHeads * head_dim);
+  auto value = random_tensor(dtype, size_t(num_blocks) * kBlockSize * kKvHeads * value_head_dim);
+  std::vector<unsigned char> out(size_t(num_tokens) * num_q_heads * value_head_dim * size);
+  std::vector<float> lse(size_t(num_tokens) * num_q_heads);
+
+  AttentionParams p = shapes(num_seqs, num_tokens, kKvHeads, group, max_blocks, decode, dtype);
+  p.query = query.data();
+  p.query_stride_head = head_dim * size;
+  p.query_stride_token = p.query_stride_head * num_q_heads;
+  p.out = out.data();
+  p.out_stride_head = value_head_dim * size;
+  p.out_stride_token = p.out_stride_head * num_q_heads;
+  p.lse = lse.data();
+  p.cu_seqlens_q = decode ? nullptr : cu_seqlens_q.data();
+  const auto dense = [&](std::vector<unsigned char>& data, int dim) {
+    return CacheView{data.data(), int64_t(kBlockSize) * kKvHeads * dim * size, int64_t(kKvHeads) * dim * size,
+                     int64_t(dim) * size};
+  };
+  p.kv = {dense(key, head_dim),
+          dense(value, value_head_dim),
+          num_blocks,
+          kBlockSize,
+          kKvHeads,
+          head_dim,
+          value_head_dim,
+          dtype};
+  p.tables = {table.data(), seq_lens.data(), max_blocks, num_seqs, max_blocks};
+  p.scale = 0.11f;
+  p.causal = true;
+
+  std::vector<unsigned char> first_out;
+  std::vector<float> first_lse;
+  for (const bool aligned : {true, false})
+    for (int column_tiles = 1; column_tiles <= (aligned && dtype != DType::f32 ? 2 : 1); column_tiles++)
+      for (int splits = 0; splits <= 3; splits++) {  // 0: one CTA walks
+        AttentionPlan plan = launch::plan_attention(p);
+        CHECK(plan.aligned && plan.max_chunks == 3);
+        plan.aligned = aligned;
+        plan.column_tiles = column_tiles;
+        plan.num_places = kernels::num_slots(p, 8 * column_tiles) * kKvHeads;
+        plan.parallel = splits > 0;
+        plan.splits = splits > 0 ? splits : 1;
+        const size_t states = size_t(num_tokens) * num_q_heads * plan.max_chunks;
+        plan.finished_nbytes = plan.num_places * sizeof(int);
+        plan.state_offset = (plan.finished_nbytes + 255) / 256 * 256;
+        plan.out_offset = (plan.state_offset + states * sizeof(float2) + 255) / 256 * 256;
+        std::vector<unsigned char> workspace(plan.out_offset + states * value_head_dim * sizeof(float), 0xff);
+        p.workspace = workspace.data();
+        std::fill(out.begin(), out.end(), 0xff);
+        std::fill(lse.begin(), lse.end(), NAN);
+        launch::run_attention(plan, p, nullptr);
+        if (first_out.empty()) first_out = out, first_lse = lse;
+        const auto what = concat("aligned ", aligned, ", column tiles ", column_tiles, ", splits ", splits);
+        CHECK(out == first_out, what);
+        CHECK(std::memcmp(lse.data(), first_lse.data(), lse.size() * sizeof(float)) == 0, what);
+        for (const float x : lse) CHECK(!std::isnan(x), what);
+      }
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+  const std::string what = argc > 1 ? argv[1] : "";
+  const std::map<std::string, void (*)()> functions{{"slots", slots},
+                                                    {"workspace", workspace},
+                                                    {"splits", splits},
+                                                    {"packet_width", packet_width},
+                                                    {"head_threads", head_threads},
+                                                    {"swap_pieces", swap_pieces}};
+  try {
+    if (what == "plans" && argc == 7) {
+      const std::string dtype = argv[2];
+      plans(dtype == "float32"   ? DType::f32
+            : dtype == "float16" ? DType::f16
+                                 : DType::bf16,
+            std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[5]), std::string(argv[6]) == "decode");
+    } else {
+      functions.at(what)();
+    }
+  } catch (const std::exception& error) {
+    std::printf("%s: %s\n", what.c_str(), error.what());
+    return 1;
+  }
+}

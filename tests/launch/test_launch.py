@@ -1,0 +1,48 @@
+"""The host side of the CUDA backend: its pure functions, and that no launch plan changes a bit."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+import pytest
+from toolchain import CSRC, GXX, compile_objects, emulator_objects, link
+
+pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++")
+
+FLAGS = ["-Wno-unused-parameter"]
+FUNCTIONS = ["slots", "workspace", "splits", "packet_width", "head_threads", "swap_pieces"]
+DTYPES = ["float32", "float16", "bfloat16"]
+# head_dim, value_head_dim, query heads per KV head: each kernel's head dim, with and without a tail.
+SHAPES = [(64, 64, 1), (40, 64, 8), (128, 80, 5), (256, 256, 3), (192, 136, 16)]
+
+
+@pytest.fixture(scope="session")
+def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("launch")
+    sources = [*sorted((CSRC / "launch").glob("*.cu")), Path(__file__).with_name("launch_driver.cpp")]
+    return link(
+        [*emulator_objects(folder / "emulator"), *compile_objects(sources, folder, FLAGS)], folder / "driver"
+    )
+
+
+def check(driver: Path, *arguments: object) -> None:
+    result = subprocess.run(
+        [driver, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert result.returncode == 0, f"{result.stdout}{result.stderr}"
+
+
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_pure_function(driver: Path, function: str) -> None:
+    check(driver, function)
+
+
+@pytest.mark.parametrize("query_tokens", ["decode", "prefill"])
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_plan_changes_a_bit(
+    driver: Path, dtype: str, shape: tuple[int, int, int], query_tokens: str
+) -> None:
+    """Chunks shared by 1, 2, 3 CTAs or walked by one; narrow and wide tiles; copies by piece or element."""
+    check(driver, "plans", dtype, *shape, query_tokens)
