@@ -22,15 +22,19 @@ __global__ void check_range_kernel(const Int* values, int64_t count, int64_t low
     if (values[i] < low || values[i] >= high) report(first, i);
 }
 
-// One CTA per sequence: its used entries must be blocks. Positions count [num_seqs, max_blocks_per_seq].
+// One warp per sequence, grid-stride: its used entries must be blocks. Positions count
+// [num_seqs, max_blocks_per_seq].
 static __global__ void check_block_ids_kernel(const BlockTables tables, int block_size, int64_t num_blocks,
                                               FirstBad* first) {
-  const int sequence = blockIdx.x;
-  const int64_t length = max(tables.seq_lens[sequence], 0);
-  const int64_t used = min((length + block_size - 1) / block_size, int64_t(tables.max_blocks_per_seq));
-  for (int64_t i = threadIdx.x; i < used; i += blockDim.x) {
-    const int32_t block = tables.block_ids[sequence * tables.stride + i];
-    if (block < 0 || block >= num_blocks) report(first, sequence * int64_t(tables.max_blocks_per_seq) + i);
+  const int lane = int(threadIdx.x) % kWarpSize, num_warps = int(blockDim.x) / kWarpSize;
+  for (int sequence = int(blockIdx.x) * num_warps + warp_index(); sequence < tables.num_seqs;
+       sequence += int(gridDim.x) * num_warps) {
+    const int64_t length = max(tables.seq_lens[sequence], 0);
+    const int64_t used = min((length + block_size - 1) / block_size, int64_t(tables.max_blocks_per_seq));
+    for (int64_t i = lane; i < used; i += kWarpSize) {
+      const int32_t block = tables.block_ids[sequence * tables.stride + i];
+      if (block < 0 || block >= num_blocks) report(first, sequence * int64_t(tables.max_blocks_per_seq) + i);
+    }
   }
 }
 

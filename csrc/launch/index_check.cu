@@ -45,8 +45,10 @@ class Verdicts {
   FirstBad* first_ = nullptr;
 };
 
-unsigned ctas(int64_t count) {
-  return unsigned(std::clamp<int64_t>((count + kThreads - 1) / kThreads, 1, 1024));
+// A few CTAs stride over what there is: checks are for finding faults, not for speed.
+unsigned ctas(int64_t num_threads) {
+  constexpr int64_t kMaxCtas = 8;
+  return unsigned(std::clamp<int64_t>((num_threads + kThreads - 1) / kThreads, 1, kMaxCtas));
 }
 
 }  // namespace
@@ -57,8 +59,8 @@ void check_block_tables(const BlockTables& tables, const PagedKV& kv, cudaStream
   const int64_t capacity = int64_t(tables.max_blocks_per_seq) * kv.block_size;
   simt::launch(kernels::check_range_kernel<int32_t>, ctas(tables.num_seqs), kThreads, 0, stream,
                tables.seq_lens, int64_t(tables.num_seqs), int64_t(0), capacity + 1, verdicts[0]);
-  simt::launch(kernels::check_block_ids_kernel, unsigned(tables.num_seqs), kThreads, 0, stream, tables,
-               kv.block_size, kv.num_blocks, verdicts[1]);
+  simt::launch(kernels::check_block_ids_kernel, ctas(int64_t(tables.num_seqs) * kernels::kWarpSize), kThreads,
+               0, stream, tables, kv.block_size, kv.num_blocks, verdicts[1]);
   if (const int64_t seq = verdicts.position(0); seq >= 0)
     fail("seq_lens[", seq, "] = ", verdicts.read(tables.seq_lens + seq), ": wanted 0 <= length <= ", capacity,
          " (", tables.max_blocks_per_seq, " blocks per sequence of ", kv.block_size, " tokens)");
