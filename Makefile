@@ -26,7 +26,7 @@ demo: $(VENV)/.demo
 	$(PY) -m reference_engine demo
 
 test: build lint
-	$(PY) -m pytest -n 2 --dist loadgroup $(PYTEST_ARGS)
+	$(PY) -m pytest -n 2 --dist loadgroup --backend cpu --backend emulated $(PYTEST_ARGS)
 
 build: $(VENV)/.test
 

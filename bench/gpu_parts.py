@@ -1,0 +1,363 @@
+"""The parts of the GPU report: each returns what it found, and raises when the thing itself fails."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import importlib.util
+import os
+import platform
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[1]
+
+
+@dataclass(frozen=True)
+class Options:
+    backend: str  # "cuda" or "emulated"
+    quick: bool
+
+    @property
+    def device(self) -> str:
+        return "cuda" if self.backend == "cuda" else "cpu"
+
+
+@dataclass(frozen=True)
+class Part:
+    """A part, how long it may take, and on which backends it makes sense."""
+
+    run: Callable[[Options], dict[str, Any]]
+    limit_seconds: int
+    backends: tuple[str, ...] = ("cuda", "emulated")
+
+    @property
+    def name(self) -> str:
+        return self.run.__name__
+
+
+def _output(*command: str, limit_seconds: int = 60, **environment: str) -> str:
+    run = subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=limit_seconds,
+        cwd=ROOT,
+        env={**os.environ, **environment},
+    )
+    if run.returncode != 0:
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {run.returncode}: {(run.stdout + run.stderr)[-2000:]}"
+        )
+    return run.stdout
+
+
+# ---- what is here -------------------------------------------------------------------------------
+
+
+def machine(options: Options) -> dict[str, Any]:
+    """The chip, the driver, the compiler and the libraries at hand."""
+    found: dict[str, Any] = {"python": platform.python_version(), "cpus": len(os.sched_getaffinity(0))}
+    for library in (
+        "torch",
+        "cupy-cuda13x",
+        "numpy",
+        "pybind11",
+        "cmake",
+        "ninja",
+        "pytest",
+        "flashinfer-python",
+    ):
+        try:
+            found[library] = importlib.metadata.version(library)
+        except importlib.metadata.PackageNotFoundError:
+            found[library] = None
+    if nvcc := shutil.which("nvcc"):
+        found["nvcc"] = _output(nvcc, "--version").strip().splitlines()[-1]
+    if smi := shutil.which("nvidia-smi"):
+        query = "name,compute_cap,driver_version,memory.total,clocks.max.sm,clocks.max.mem,ecc.mode.current"
+        found["nvidia-smi"] = _output(smi, f"--query-gpu={query}", "--format=csv,noheader").strip()
+    if options.backend == "cuda":
+        import torch
+
+        properties = torch.cuda.get_device_properties(0)
+        found["gpu"] = properties.name
+        found["arch"] = f"{properties.major}{properties.minor}"
+        found["multiprocessors"] = properties.multi_processor_count
+        found["memory_gib"] = round(properties.total_memory / 2**30, 1)
+    return found
+
+
+def build(options: Options) -> dict[str, Any]:
+    """The CUDA backend for this chip alone, in place."""
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(0)
+    tail = _output(
+        sys.executable,
+        "setup.py",
+        "build_ext",
+        "--inplace",
+        limit_seconds=220,
+        PAGED_OPS_CUDA="on",
+        PAGED_OPS_CUDA_ARCHS=f"{major}{minor}-real",
+        PAGED_OPS_BUILD_DIR=str(ROOT / "build" / "gpu-report"),
+    )[-500:]
+    return {
+        "arch": f"sm_{major}{minor}",
+        "log_tail": tail,
+        "report": _output(sys.executable, "-m", "paged_ops"),
+    }
+
+
+# ---- is it right ---------------------------------------------------------------------------------
+
+
+def tests(options: Options) -> dict[str, Any]:
+    """The op tests on this backend."""
+    files = ["tests/ops/test_merge.py"] if options.quick else ["tests/ops"]
+    has_xdist = importlib.util.find_spec("xdist") is not None
+    workers = ["-n", "8"] if has_xdist and len(os.sched_getaffinity(0)) >= 8 else []
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            *files,
+            "--backend",
+            options.backend,
+            "-q",
+            "--tb=short",
+            *workers,
+        ],
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    lines = run.stdout.strip().splitlines()
+    result = {"summary": lines[-1] if lines else run.stderr[-500:], "passed": run.returncode == 0}
+    if run.returncode != 0:
+        result["failures"] = [line for line in lines if line.startswith(("FAILED", "ERROR"))][:40]
+        result["tail"] = "\n".join(lines[-60:])
+    return result
+
+
+_SANITIZED = """
+import torch
+from bench.workloads import Shape
+import paged_ops
+shapes = (
+    Shape(3, 700, 2, 4, 64),
+    Shape(2, 90, 1, 3, 128, block_size=5),
+    Shape(2, 70, 2, 2, 64, dtype="float32"),
+)
+for shape in shapes:
+    inputs = shape.inputs("cuda")
+    inputs.decode(return_lse=True)
+    paged_ops.copy_blocks([inputs.key_cache, inputs.value_cache], torch.tensor([[0, 1]], device="cuda"))
+    rows = torch.ones(2, shape.num_kv_heads, shape.head_dim, dtype=inputs.query.dtype, device="cuda")
+    slots = torch.tensor([3, -1], device="cuda")
+    paged_ops.write_kv_cache(rows, rows, inputs.key_cache, inputs.value_cache, slots)
+    paged_ops.gather_kv_cache(inputs.key_cache, inputs.value_cache, inputs.block_tables, inputs.seq_lens)
+torch.cuda.synchronize()
+"""
+
+
+def sanitizer(options: Options) -> dict[str, Any]:
+    """NVIDIA's compute-sanitizer over a small set: memory errors, then races in shared memory."""
+    tool = shutil.which("compute-sanitizer")
+    if tool is None:
+        return {"skipped": "compute-sanitizer is not installed"}
+    found = {}
+    for check in ("memcheck", "racecheck"):
+        text = _output(tool, "--tool", check, sys.executable, "-c", _SANITIZED, limit_seconds=60)
+        found[check] = re.findall(r"^=+ (.*SUMMARY.*)$", text, re.MULTILINE)
+    return found
+
+
+# ---- how fast is it ------------------------------------------------------------------------------
+
+
+def _copy_bandwidth(options: Options) -> float:
+    """Bytes per second, read and written, of a large copy within the device: the limit for others."""
+    import torch
+
+    from bench.timing import time_interleaved
+
+    nbytes = (1 << 22) if options.quick else (4 << 30 if options.device == "cuda" else 256 << 20)
+    source = torch.zeros(nbytes, dtype=torch.uint8, device=options.device)
+    target = torch.empty_like(source)
+    timing = time_interleaved({"copy": lambda: target.copy_(source)}, device=options.device)["copy"]
+    return 2 * nbytes / timing.low
+
+
+def _decode_shapes(options: Options) -> list[Any]:
+    from bench.workloads import Shape
+
+    if options.quick:
+        return [Shape(2, 40, 2, 2, 64), Shape(1, 530, 1, 4, 128, dtype="float16")]
+    main = [Shape(64, 4096, 8, group, 128) for group in (1, 4, 8, 16)]
+    pages = [Shape(64, 4096, 8, 4, 128, block_size=size) for size in (1, 8, 32, 64, 256)]
+    dims = [Shape(64, 4096, 8, 4, dim) for dim in (64, 80, 256)]
+    batches = [Shape(n, 65536 // n * 4, 8, 4, 128) for n in (1, 4, 16, 256)]
+    dtypes = [Shape(64, 4096, 8, 4, 128, dtype=dtype) for dtype in ("float16", "float32")]
+    return main + pages + dims + batches + dtypes + [Shape(1, 262_144, 1, 8, 128)]
+
+
+def decode(options: Options) -> dict[str, Any]:
+    """Decode over shapes: verified against float64, then percent of the copy's bandwidth, beside SDPA."""
+    import torch
+
+    from bench.timing import time_interleaved
+
+    bandwidth = _copy_bandwidth(options)
+    rows = []
+    for shape in _decode_shapes(options):
+        inputs = shape.inputs(options.device)
+        out = torch.empty_like(inputs.query)
+        error = inputs.worst_error(inputs.decode(out=out), num_checked=1)
+        if not error < (1e-4 if shape.dtype == "float32" else 2e-2):
+            raise AssertionError(f"{shape}: wrong by {error} of the largest output")
+        key, value = inputs.contiguous_kv()
+        query = inputs.query[:, :, None]
+        candidates = {
+            "ours": lambda inputs=inputs, out=out: inputs.decode(out=out),
+            "sdpa": lambda q=query, k=key, v=value: torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, enable_gqa=True
+            ),
+        }
+        timings = time_interleaved(candidates, device=options.device, rounds=3 if options.quick else 7)
+        ours, sdpa = timings["ours"], timings["sdpa"]
+        rows.append(
+            {
+                "shape": str(shape),
+                "kv_mib": round(shape.kv_nbytes / 2**20, 2),
+                "us": round(ours.median * 1e6, 1),
+                "us_low_high": [round(ours.low * 1e6, 1), round(ours.high * 1e6, 1)],
+                "percent_of_copy": round(100 * shape.kv_nbytes / ours.median / bandwidth, 1),
+                "sdpa_us": round(sdpa.median * 1e6, 1),
+                "error": float(f"{error:.2g}"),
+            }
+        )
+    return {"copy_gb_per_s": round(bandwidth / 1e9, 1), "rows": rows}
+
+
+def other_ops(options: Options) -> dict[str, Any]:
+    """Write, block copy, gather and prefill: percent of the copy's bandwidth, or TFLOP/s."""
+    import torch
+
+    import paged_ops
+    from bench.timing import time_interleaved
+    from bench.workloads import Shape
+
+    bandwidth, device = _copy_bandwidth(options), options.device
+    shape = Shape(2, 48, 2, 2, 64) if options.quick else Shape(64, 4096, 8, 4, 128)
+    inputs = shape.inputs(device)
+    num_tokens = 32 if options.quick else 8192
+    num_slots = inputs.key_cache.shape[0] * shape.block_size
+    rows = torch.randn(num_tokens, shape.num_kv_heads, shape.head_dim, device=device).to(inputs.query.dtype)
+    slots = torch.randperm(num_slots, device=device)[:num_tokens]
+    num_blocks = inputs.key_cache.shape[0]
+    pairs = torch.randperm(num_blocks, device=device)[: num_blocks // 2 * 2].view(-1, 2).contiguous()
+    caches = [inputs.key_cache, inputs.value_cache]
+    block_nbytes = 2 * inputs.key_cache[0].numel() * inputs.key_cache.element_size()
+    seq = 1
+    prefill_len = min(shape.seq_len, 32 if options.quick else 4096)
+    query = torch.randn(prefill_len, shape.num_kv_heads * shape.group, shape.head_dim, device=device)
+    query = query.to(inputs.query.dtype)
+    cu_seqlens = torch.tensor([0, prefill_len], dtype=torch.int32, device=device)
+    lens = torch.tensor([prefill_len], dtype=torch.int32, device=device)
+    candidates = {
+        "write_kv_cache": lambda: paged_ops.write_kv_cache(rows, rows, *caches, slots),
+        "copy_blocks": lambda: paged_ops.copy_blocks(caches, pairs),
+        "gather_kv_cache": lambda: paged_ops.gather_kv_cache(*caches, inputs.block_tables, inputs.seq_lens),
+        "prefill": lambda: paged_ops.paged_attention(
+            query, *caches, inputs.block_tables[:seq], lens, cu_seqlens
+        ),
+    }
+    timings = time_interleaved(candidates, device=device, rounds=3 if options.quick else 7)
+    nbytes = {
+        "write_kv_cache": 4 * rows.numel() * rows.element_size(),
+        "copy_blocks": 2 * len(pairs) * block_nbytes,
+        "gather_kv_cache": 2 * shape.kv_nbytes,
+    }
+    found: dict[str, Any] = {
+        name: {
+            "us": round(timings[name].median * 1e6, 1),
+            "percent_of_copy": round(100 * count / timings[name].median / bandwidth, 1),
+        }
+        for name, count in nbytes.items()
+    }
+    half_flops = 2 * prefill_len**2 * query.shape[1] * shape.head_dim  # causal: half of 4 * n^2 * h * d
+    found["prefill"] = {
+        "us": round(timings["prefill"].median * 1e6, 1),
+        "tflop_per_s": round(half_flops / timings["prefill"].median / 1e12, 2),
+    }
+    return found
+
+
+def swap(options: Options) -> dict[str, Any]:
+    """Blocks between the device and pinned host memory, both directions, on the current stream."""
+    import torch
+
+    import paged_ops
+    from bench.timing import time_interleaved
+
+    num_blocks, block = 512, (32, 2, 16, 8, 128)  # 2 MiB: 32 layers of K and V
+    device_pool = torch.zeros(num_blocks, *block, dtype=torch.bfloat16, device="cuda")
+    host_pool = torch.zeros(num_blocks, *block, dtype=torch.bfloat16, pin_memory=True)
+    pairs = torch.randperm(num_blocks)[:256].repeat(2, 1).T.contiguous()
+    timings = time_interleaved(
+        {
+            "out": lambda: paged_ops.swap_blocks(device_pool, host_pool, pairs),
+            "in": lambda: paged_ops.swap_blocks(host_pool, device_pool, pairs),
+        },
+        device="cuda",
+        rounds=5,
+    )
+    nbytes = len(pairs) * device_pool[0].numel() * 2
+    return {f"{name}_gb_per_s": round(nbytes / t.median / 1e9, 1) for name, t in timings.items()}
+
+
+def graph(options: Options) -> dict[str, Any]:
+    """A captured decode replayed on other lengths gives the bits of a direct call."""
+    import torch
+
+    from bench.workloads import Shape
+
+    shape = Shape(8, 2048, 8, 4, 128)
+    inputs = shape.inputs("cuda")
+    out = torch.empty_like(inputs.query)
+    inputs.decode(out=out)
+    torch.cuda.synchronize()
+    captured = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(captured):
+        inputs.decode(out=out)
+    equal = True
+    for length in (2048, 1, 513, 0, 1999):
+        inputs.seq_lens.fill_(length)
+        expected = inputs.decode().clone()
+        out.fill_(float("nan"))
+        captured.replay()
+        torch.cuda.synchronize()
+        equal = equal and torch.equal(out, expected)
+    if not equal:
+        raise AssertionError("a replayed graph and a direct call differ")
+    return {"replays_equal": equal}
+
+
+PARTS = (
+    Part(machine, 30),
+    Part(build, 230, ("cuda",)),
+    Part(tests, 110),
+    Part(sanitizer, 90, ("cuda",)),
+    Part(graph, 30, ("cuda",)),
+    Part(decode, 90),
+    Part(other_ops, 40),
+    Part(swap, 30, ("cuda",)),
+)

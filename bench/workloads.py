@@ -1,0 +1,105 @@
+"""Inputs of the size that benchmarks want, as torch tensors, with the bytes that each op has to move."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import paged_ops
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decode batch. All sequences have `seq_len` tokens; tables are random permutations of the pool."""
+
+    num_seqs: int
+    seq_len: int
+    num_kv_heads: int
+    group: int
+    head_dim: int
+    block_size: int = 16
+    dtype: str = "bfloat16"
+
+    def __str__(self) -> str:
+        return (
+            f"{self.dtype} {self.num_seqs}x{self.seq_len} kv{self.num_kv_heads} g{self.group} "
+            f"d{self.head_dim} block{self.block_size}"
+        )
+
+    @property
+    def kv_nbytes(self) -> int:
+        """Bytes of K and V that the batch reads: what bounds a decode."""
+        itemsize = getattr(torch, self.dtype).itemsize
+        return 2 * self.num_seqs * self.seq_len * self.num_kv_heads * self.head_dim * itemsize
+
+    def inputs(self, device: str, seed: int = 0) -> Inputs:
+        generator = torch.Generator(device).manual_seed(seed)
+        dtype = getattr(torch, self.dtype)
+        blocks_per_seq = -(-self.seq_len // self.block_size)
+        num_blocks = self.num_seqs * blocks_per_seq
+        pool = paged_ops.allocate_kv_pool(
+            num_blocks, self.block_size, 1, self.num_kv_heads, self.head_dim, dtype=dtype, device=device
+        )
+        # One cheap pass instead of a normal number per element: pools may be many gigabytes. Keys of
+        # spread 1 and queries of spread 2 give logits a standard deviation of about 2.
+        noise = torch.randn(1 << 16, generator=generator, device=device, dtype=torch.float32).to(dtype)
+        flat = pool.tensor.view(-1)
+        for begin in range(0, len(flat), len(noise)):
+            piece = flat[begin : begin + len(noise)]
+            piece.copy_(noise.roll(begin // len(noise) * 977)[: len(piece)])
+        order = torch.randperm(num_blocks, generator=generator, device=device, dtype=torch.int32)
+        query = torch.randn(
+            self.num_seqs, self.num_kv_heads * self.group, self.head_dim, generator=generator, device=device
+        )
+        return Inputs(
+            query=(2 * query).to(dtype),
+            key_cache=pool.key(0),
+            value_cache=pool.value(0),
+            block_tables=order.view(self.num_seqs, blocks_per_seq),
+            seq_lens=torch.full((self.num_seqs,), self.seq_len, dtype=torch.int32, device=device),
+        )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    query: Any
+    key_cache: Any
+    value_cache: Any
+    block_tables: Any
+    seq_lens: Any
+
+    def decode(self, **options: Any) -> Any:
+        return paged_ops.paged_attention_decode(
+            self.query, self.key_cache, self.value_cache, self.block_tables, self.seq_lens, **options
+        )
+
+    def contiguous_kv(self) -> tuple[Any, Any]:
+        """K and V as [num_seqs, num_kv_heads, seq_len, head_dim], for peers without paging."""
+        seq_len = int(self.seq_lens[0])
+        rows = [
+            c[self.block_tables.long()].flatten(1, 2)[:, :seq_len] for c in (self.key_cache, self.value_cache)
+        ]
+        return rows[0].transpose(1, 2).contiguous(), rows[1].transpose(1, 2).contiguous()
+
+    def worst_error(self, out: Any, num_checked: int = 2) -> float:
+        """Largest error of the first sequences against float64, over the largest output."""
+        import numpy as np
+
+        from paged_ops import reference
+
+        def host(x: Any) -> Any:
+            return x.float().cpu().numpy() if x.is_floating_point() else x.cpu().numpy()
+
+        tables = self.block_tables[:num_checked]
+        used = tables.flatten().long()  # only the blocks that these sequences use travel to the host
+        renumbered = np.arange(len(used), dtype=np.int32).reshape(tables.shape)
+        expected = reference.paged_attention_decode(
+            host(self.query[:num_checked]),
+            host(self.key_cache[used]),
+            host(self.value_cache[used]),
+            renumbered,
+            host(self.seq_lens[:num_checked]),
+        )
+        return float(np.abs(host(out[:num_checked]) - expected).max() / np.abs(expected).max())
