@@ -188,26 +188,30 @@ std::vector<unsigned char> random_tensor(DType dtype, size_t count) {
   return bytes;
 }
 
-void plans(DType dtype, int head_dim, int value_head_dim, int group, bool decode) {
-  constexpr int kBlockSize = 24, kKvHeads = 2;
-  const std::vector<int32_t> seq_lens{1100, 0, 17, 530};
+// `what`: "decode", "prefill", or "long": decode of more chunks than a warp folds at once.
+void plans(DType dtype, int head_dim, int value_head_dim, int group, const std::string& what) {
+  constexpr int kBlockSize = 24;
+  const bool decode = what != "prefill", is_long = what == "long";
+  const int num_kv_heads = is_long ? 1 : 2;
+  const std::vector<int32_t> seq_lens =
+      is_long ? std::vector{33 * kernels::kChunkTokens + 100} : std::vector{1100, 0, 17, 530};
   const std::vector<int32_t> cu_seqlens_q{0, 11, 13, 20, 43};
   const int num_seqs = int(seq_lens.size()), num_tokens = decode ? num_seqs : cu_seqlens_q.back() + 2;
-  const int num_q_heads = kKvHeads * group, size = itemsize(dtype);
+  const int num_q_heads = num_kv_heads * group, size = itemsize(dtype);
   std::vector<int32_t> table;
   int num_blocks = 0;
-  const int max_blocks = (1100 + kBlockSize - 1) / kBlockSize + 3;
+  const int max_blocks = (seq_lens[0] + kBlockSize - 1) / kBlockSize + 3;
   for (const int length : seq_lens)
     for (int i = 0; i < max_blocks; i++)
       table.push_back(i * kBlockSize < length ? num_blocks++ : 1 << 30);  // unused entries would end the run
 
   auto query = random_tensor(dtype, size_t(num_tokens) * num_q_heads * head_dim);
-  auto key = random_tensor(dtype, size_t(num_blocks) * kBlockSize * kKvHeads * head_dim);
-  auto value = random_tensor(dtype, size_t(num_blocks) * kBlockSize * kKvHeads * value_head_dim);
+  auto key = random_tensor(dtype, size_t(num_blocks) * kBlockSize * num_kv_heads * head_dim);
+  auto value = random_tensor(dtype, size_t(num_blocks) * kBlockSize * num_kv_heads * value_head_dim);
   std::vector<unsigned char> out(size_t(num_tokens) * num_q_heads * value_head_dim * size);
   std::vector<float> lse(size_t(num_tokens) * num_q_heads);
 
-  AttentionParams p = shapes(num_seqs, num_tokens, kKvHeads, group, max_blocks, decode, dtype);
+  AttentionParams p = shapes(num_seqs, num_tokens, num_kv_heads, group, max_blocks, decode, dtype);
   p.query = query.data();
   p.query_stride_head = head_dim * size;
   p.query_stride_token = p.query_stride_head * num_q_heads;
@@ -217,17 +221,13 @@ void plans(DType dtype, int head_dim, int value_head_dim, int group, bool decode
   p.lse = lse.data();
   p.cu_seqlens_q = decode ? nullptr : cu_seqlens_q.data();
   const auto dense = [&](std::vector<unsigned char>& data, int dim) {
-    return CacheView{data.data(), int64_t(kBlockSize) * kKvHeads * dim * size, int64_t(kKvHeads) * dim * size,
-                     int64_t(dim) * size};
+    return CacheView{data.data(), int64_t(kBlockSize) * num_kv_heads * dim * size,
+                     int64_t(num_kv_heads) * dim * size, int64_t(dim) * size};
   };
-  p.kv = {dense(key, head_dim),
-          dense(value, value_head_dim),
-          num_blocks,
-          kBlockSize,
-          kKvHeads,
-          head_dim,
-          value_head_dim,
-          dtype};
+  p.kv = {dense(key, head_dim), dense(value, value_head_dim),
+          num_blocks,           kBlockSize,
+          num_kv_heads,         head_dim,
+          value_head_dim,       dtype};
   p.tables = {table.data(), seq_lens.data(), max_blocks, num_seqs, max_blocks};
   p.scale = 0.11f;
   p.causal = true;
@@ -238,10 +238,10 @@ void plans(DType dtype, int head_dim, int value_head_dim, int group, bool decode
     for (int column_tiles = 1; column_tiles <= (aligned && dtype != DType::f32 ? 2 : 1); column_tiles++)
       for (int splits = 0; splits <= 3; splits++) {  // 0: one CTA walks
         AttentionPlan plan = launch::plan_attention(p);
-        CHECK(plan.aligned && plan.max_chunks == 3);
+        CHECK(plan.aligned && plan.max_chunks == (is_long ? 34 : 3));
         plan.aligned = aligned;
         plan.column_tiles = column_tiles;
-        plan.num_places = kernels::num_slots(p, 8 * column_tiles) * kKvHeads;
+        plan.num_places = kernels::num_slots(p, 8 * column_tiles) * num_kv_heads;
         plan.parallel = splits > 0;
         plan.splits = splits > 0 ? splits : 1;
         const size_t states = size_t(num_tokens) * num_q_heads * plan.max_chunks;
@@ -254,10 +254,10 @@ void plans(DType dtype, int head_dim, int value_head_dim, int group, bool decode
         std::fill(lse.begin(), lse.end(), NAN);
         launch::run_attention(plan, p, nullptr);
         if (first_out.empty()) first_out = out, first_lse = lse;
-        const auto what = concat("aligned ", aligned, ", column tiles ", column_tiles, ", splits ", splits);
-        CHECK(out == first_out, what);
-        CHECK(std::memcmp(lse.data(), first_lse.data(), lse.size() * sizeof(float)) == 0, what);
-        for (const float x : lse) CHECK(!std::isnan(x), what);
+        const auto which = concat("aligned ", aligned, ", column tiles ", column_tiles, ", splits ", splits);
+        CHECK(out == first_out, which);
+        CHECK(std::memcmp(lse.data(), first_lse.data(), lse.size() * sizeof(float)) == 0, which);
+        for (const float x : lse) CHECK(!std::isnan(x), which);
       }
 }
 
@@ -277,7 +277,7 @@ int main(int argc, char** argv) {
       plans(dtype == "float32"   ? DType::f32
             : dtype == "float16" ? DType::f16
                                  : DType::bf16,
-            std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[5]), std::string(argv[6]) == "decode");
+            std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[5]), argv[6]);
     } else {
       functions.at(what)();
     }

@@ -46,3 +46,9 @@ def test_no_plan_changes_a_bit(
 ) -> None:
     """Chunks shared by 1, 2, 3 CTAs or walked by one; narrow and wide tiles; copies by piece or element."""
     check(driver, "plans", dtype, *shape, query_tokens)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_plan_changes_a_bit_of_a_long_sequence(driver: Path, dtype: str) -> None:
+    """34 chunks: more than the lanes of the warp that folds them."""
+    check(driver, "plans", dtype, 64, 64, 1, "long")
