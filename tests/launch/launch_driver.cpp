@@ -1,5 +1,7 @@
 // Checks of the CUDA backend's host side: `launch_driver WHAT ...` prints what is wrong and ends with
 // status 1.
+#include <algorithm>
+#include <cmath>
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
@@ -188,77 +190,143 @@ std::vector<unsigned char> random_tensor(DType dtype, size_t count) {
   return bytes;
 }
 
+// An attention problem in memory of its own. Unused blocks are NaN, unused table entries would end the run.
+struct Problem {
+  static constexpr int kBlockSize = 24;
+  std::vector<int32_t> seq_lens, cu_seqlens_q, table;
+  std::vector<unsigned char> query, key, value, out, workspace;
+  std::vector<float> lse;
+  AttentionParams p;
+
+  // An empty `first_rows` is decode, else there are two more rows than it says.
+  Problem(DType dtype, int head_dim, int value_head_dim, int group, int num_kv_heads,
+          std::vector<int32_t> lengths, std::vector<int32_t> first_rows)
+      : seq_lens(std::move(lengths)), cu_seqlens_q(std::move(first_rows)) {
+    const bool decode = cu_seqlens_q.empty();
+    const int num_seqs = int(seq_lens.size()), num_tokens = decode ? num_seqs : cu_seqlens_q.back() + 2;
+    const int num_q_heads = num_kv_heads * group, size = itemsize(dtype);
+    const int longest = *std::max_element(seq_lens.begin(), seq_lens.end());
+    const int max_blocks = (longest + kBlockSize - 1) / kBlockSize + 3;
+    int num_blocks = 0;
+    for (const int length : seq_lens)
+      for (int i = 0; i < max_blocks; i++) table.push_back(i * kBlockSize < length ? num_blocks++ : 1 << 30);
+    query = random_tensor(dtype, size_t(num_tokens) * num_q_heads * head_dim);
+    key = random_tensor(dtype, size_t(num_blocks) * kBlockSize * num_kv_heads * head_dim);
+    value = random_tensor(dtype, size_t(num_blocks) * kBlockSize * num_kv_heads * value_head_dim);
+    out.resize(size_t(num_tokens) * num_q_heads * value_head_dim * size);
+    lse.resize(size_t(num_tokens) * num_q_heads);
+
+    p = shapes(num_seqs, num_tokens, num_kv_heads, group, max_blocks, decode, dtype);
+    p.query = query.data();
+    p.query_stride_head = head_dim * size;
+    p.query_stride_token = p.query_stride_head * num_q_heads;
+    p.out = out.data();
+    p.out_stride_head = value_head_dim * size;
+    p.out_stride_token = p.out_stride_head * num_q_heads;
+    p.lse = lse.data();
+    p.cu_seqlens_q = decode ? nullptr : cu_seqlens_q.data();
+    const auto dense = [&](std::vector<unsigned char>& data, int dim) {
+      return CacheView{data.data(), int64_t(kBlockSize) * num_kv_heads * dim * size,
+                       int64_t(num_kv_heads) * dim * size, int64_t(dim) * size};
+    };
+    p.kv = {dense(key, head_dim), dense(value, value_head_dim),
+            num_blocks,           kBlockSize,
+            num_kv_heads,         head_dim,
+            value_head_dim,       dtype};
+    p.tables = {table.data(), seq_lens.data(), max_blocks, num_seqs, max_blocks};
+    p.scale = 0.11f;
+    p.causal = true;
+  }
+
+  // What lies at token `position` of a sequence.
+  unsigned char* value_row(int seq, int position, int kv_head) {
+    const int block = table[seq * p.tables.max_blocks_per_seq + position / kBlockSize];
+    return value.data() + block * p.kv.value.stride_block + position % kBlockSize * p.kv.value.stride_token +
+           kv_head * p.kv.value.stride_head;
+  }
+
+  // Runs with outputs and workspace full of NaN. `splits` 0: one CTA walks.
+  void run(bool aligned, int column_tiles, int splits) {
+    AttentionPlan plan = launch::plan_attention(p);
+    plan.aligned = aligned;
+    plan.column_tiles = column_tiles;
+    plan.num_places = kernels::num_slots(p, 8 * column_tiles) * p.kv.num_kv_heads;
+    plan.parallel = splits > 0;
+    plan.splits = std::max(splits, 1);
+    const size_t states = lse.size() * plan.max_chunks;
+    plan.finished_nbytes = plan.num_places * sizeof(int);
+    plan.state_offset = (plan.finished_nbytes + 255) / 256 * 256;
+    plan.out_offset = (plan.state_offset + states * sizeof(float2) + 255) / 256 * 256;
+    workspace.assign(plan.out_offset + states * p.kv.value_head_dim * sizeof(float), 0xff);
+    p.workspace = workspace.data();
+    std::fill(out.begin(), out.end(), 0xff);
+    std::fill(lse.begin(), lse.end(), NAN);
+    launch::run_attention(plan, p, nullptr);
+  }
+};
+
 // `what`: "decode", "prefill", or "long": decode of more chunks than a warp folds at once.
 void plans(DType dtype, int head_dim, int value_head_dim, int group, const std::string& what) {
-  constexpr int kBlockSize = 24;
-  const bool decode = what != "prefill", is_long = what == "long";
-  const int num_kv_heads = is_long ? 1 : 2;
-  const std::vector<int32_t> seq_lens =
-      is_long ? std::vector{33 * kernels::kChunkTokens + 100} : std::vector{1100, 0, 17, 530};
-  const std::vector<int32_t> cu_seqlens_q{0, 11, 13, 20, 43};
-  const int num_seqs = int(seq_lens.size()), num_tokens = decode ? num_seqs : cu_seqlens_q.back() + 2;
-  const int num_q_heads = num_kv_heads * group, size = itemsize(dtype);
-  std::vector<int32_t> table;
-  int num_blocks = 0;
-  const int max_blocks = (seq_lens[0] + kBlockSize - 1) / kBlockSize + 3;
-  for (const int length : seq_lens)
-    for (int i = 0; i < max_blocks; i++)
-      table.push_back(i * kBlockSize < length ? num_blocks++ : 1 << 30);  // unused entries would end the run
-
-  auto query = random_tensor(dtype, size_t(num_tokens) * num_q_heads * head_dim);
-  auto key = random_tensor(dtype, size_t(num_blocks) * kBlockSize * num_kv_heads * head_dim);
-  auto value = random_tensor(dtype, size_t(num_blocks) * kBlockSize * num_kv_heads * value_head_dim);
-  std::vector<unsigned char> out(size_t(num_tokens) * num_q_heads * value_head_dim * size);
-  std::vector<float> lse(size_t(num_tokens) * num_q_heads);
-
-  AttentionParams p = shapes(num_seqs, num_tokens, num_kv_heads, group, max_blocks, decode, dtype);
-  p.query = query.data();
-  p.query_stride_head = head_dim * size;
-  p.query_stride_token = p.query_stride_head * num_q_heads;
-  p.out = out.data();
-  p.out_stride_head = value_head_dim * size;
-  p.out_stride_token = p.out_stride_head * num_q_heads;
-  p.lse = lse.data();
-  p.cu_seqlens_q = decode ? nullptr : cu_seqlens_q.data();
-  const auto dense = [&](std::vector<unsigned char>& data, int dim) {
-    return CacheView{data.data(), int64_t(kBlockSize) * num_kv_heads * dim * size,
-                     int64_t(num_kv_heads) * dim * size, int64_t(dim) * size};
-  };
-  p.kv = {dense(key, head_dim), dense(value, value_head_dim),
-          num_blocks,           kBlockSize,
-          num_kv_heads,         head_dim,
-          value_head_dim,       dtype};
-  p.tables = {table.data(), seq_lens.data(), max_blocks, num_seqs, max_blocks};
-  p.scale = 0.11f;
-  p.causal = true;
-
+  Problem problem =
+      what == "long"
+          ? Problem(dtype, head_dim, value_head_dim, group, 1, {33 * kernels::kChunkTokens + 100}, {})
+          : Problem(dtype, head_dim, value_head_dim, group, 2, {1100, 0, 17, 530},
+                    what == "decode" ? std::vector<int32_t>{} : std::vector<int32_t>{0, 7, 9, 12, 23});
   std::vector<unsigned char> first_out;
   std::vector<float> first_lse;
   for (const bool aligned : {true, false})
     for (int column_tiles = 1; column_tiles <= (aligned && dtype != DType::f32 ? 2 : 1); column_tiles++)
-      for (int splits = 0; splits <= 3; splits++) {  // 0: one CTA walks
-        AttentionPlan plan = launch::plan_attention(p);
-        CHECK(plan.aligned && plan.max_chunks == (is_long ? 34 : 3));
-        plan.aligned = aligned;
-        plan.column_tiles = column_tiles;
-        plan.num_places = kernels::num_slots(p, 8 * column_tiles) * num_kv_heads;
-        plan.parallel = splits > 0;
-        plan.splits = splits > 0 ? splits : 1;
-        const size_t states = size_t(num_tokens) * num_q_heads * plan.max_chunks;
-        plan.finished_nbytes = plan.num_places * sizeof(int);
-        plan.state_offset = (plan.finished_nbytes + 255) / 256 * 256;
-        plan.out_offset = (plan.state_offset + states * sizeof(float2) + 255) / 256 * 256;
-        std::vector<unsigned char> workspace(plan.out_offset + states * value_head_dim * sizeof(float), 0xff);
-        p.workspace = workspace.data();
-        std::fill(out.begin(), out.end(), 0xff);
-        std::fill(lse.begin(), lse.end(), NAN);
-        launch::run_attention(plan, p, nullptr);
-        if (first_out.empty()) first_out = out, first_lse = lse;
+      for (int splits = 0; splits <= 3; splits++) {
+        problem.run(aligned, column_tiles, splits);
+        const std::vector<float>& lse = problem.lse;
+        if (first_out.empty()) first_out = problem.out, first_lse = lse;
         const auto which = concat("aligned ", aligned, ", column tiles ", column_tiles, ", splits ", splits);
-        CHECK(out == first_out, which);
+        CHECK(problem.out == first_out, which);
         CHECK(std::memcmp(lse.data(), first_lse.data(), lse.size() * sizeof(float)) == 0, which);
         for (const float x : lse) CHECK(!std::isnan(x), which);
       }
+}
+
+// One element of one value is an infinity or NaN. The rows that do not see it keep their bits, and those
+// that do have lost that dim and nothing else.
+void poison(DType dtype) {
+  Problem problem(dtype, 40, 40, 3, 2, {70, 21}, {0, 24, 33});
+  const int size = itemsize(dtype), group = 3;
+  const std::vector<unsigned char> clean_value = problem.value;
+  for (int round = 0; round < 48; round++) {
+    const int column_tiles = dtype == DType::f32 ? 1 : 1 + round % 2;
+    problem.value = clean_value;
+    problem.run(true, column_tiles, 0);
+    const std::vector<unsigned char> clean_out = problem.out;
+    const int seq = uniform(0, 1), kv_head = uniform(0, 1), dim = uniform(0, 39);
+    const int length = problem.seq_lens[seq], first_row = problem.cu_seqlens_q[seq];
+    const int num_rows = problem.cu_seqlens_q[seq + 1] - first_row;
+    const int position = uniform(length - num_rows, length - 1);
+    const float bad = uniform(0, 1) ? NAN : INFINITY;
+    const f16 h = portable::from_float<f16>(bad);
+    const bf16 b = portable::from_float<bf16>(bad);
+    const void* from = dtype == DType::f32   ? static_cast<const void*>(&bad)
+                       : dtype == DType::f16 ? &h.bits
+                                             : &b.bits;
+    std::memcpy(problem.value_row(seq, position, kv_head) + dim * size, from, size);
+    problem.run(true, column_tiles, 0);
+
+    for (int row = 0; row < problem.p.num_tokens; row++)
+      for (int head = 0; head < 2 * group; head++) {
+        const bool sees = row >= first_row && row < first_row + num_rows && head / group == kv_head &&
+                          position <= length - num_rows + (row - first_row);
+        const size_t at = (size_t(row) * 2 * group + head) * 40 * size;
+        const bool same = std::memcmp(&problem.out[at], &clean_out[at], 40 * size) == 0;
+        CHECK(same == !sees, "row ", row, ", head ", head, ", position ", position, ", dim ", dim);
+        const size_t behind = at + (dim + 1) * size, rest = (39 - dim) * size;
+        CHECK(std::memcmp(&problem.out[at], &clean_out[at], dim * size) == 0, "dims before ", dim);
+        CHECK(std::memcmp(&problem.out[0] + behind, &clean_out[0] + behind, rest) == 0, "dims behind ", dim);
+      }
+  }
+}
+
+DType dtype_named(const std::string& text) {
+  return text == "float32" ? DType::f32 : text == "float16" ? DType::f16 : DType::bf16;
 }
 
 }  // namespace
@@ -273,11 +341,9 @@ int main(int argc, char** argv) {
                                                     {"swap_pieces", swap_pieces}};
   try {
     if (what == "plans" && argc == 7) {
-      const std::string dtype = argv[2];
-      plans(dtype == "float32"   ? DType::f32
-            : dtype == "float16" ? DType::f16
-                                 : DType::bf16,
-            std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[5]), argv[6]);
+      plans(dtype_named(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[5]), argv[6]);
+    } else if (what == "poison" && argc == 3) {
+      poison(dtype_named(argv[2]));
     } else {
       functions.at(what)();
     }
