@@ -2,7 +2,7 @@
 
     python tools/audit.py [--archs sm_80,sm_90] [--build-dir build/audit] [--json FILE]
 
-Each file of csrc/launch is compiled to a cubin per chip. How each kernel is launched comes from the launch code
+Each file of csrc/launch is compiled to a cubin per chip. How kernels are launched comes from the launch code
 itself, run in the emulator (launch_survey.cpp). What a kernel must keep to stands in CLAIMS, and only there.
 Ends with status 1 when a claim does not hold.
 

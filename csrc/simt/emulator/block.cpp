@@ -149,8 +149,8 @@ void CopyQueue::clear() {
 
 // ---- fences ------------------------------------------------------------------------------------
 //
-// ThreadSanitizer knows no fences, so it is told what they order: what a thread wrote before a fence and a later
-// atomic operation on x is seen by who did an atomic operation on x and then a fence.
+// ThreadSanitizer knows no fences, so it is told what they order: what a thread wrote before a fence and a
+// later atomic operation on x is seen by who did an atomic operation on x and then a fence.
 
 void Block::fence() {
 #if SIMT_TSAN
