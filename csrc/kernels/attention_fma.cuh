@@ -33,7 +33,8 @@ class FmaTile {
   using Shape = FmaShape<kDim>;
   static constexpr int kHeadDim = kDim, kColumns = 8, kWarps = Shape::kWarps;
   static constexpr int kStages = Shape::kStages, kMinCtas = Shape::kMinCtas;
-  using Slot = SwizzledSlot<kDim* int(sizeof(float))>;
+  static constexpr int kRowNbytes = kDim * int(sizeof(float));
+  using Slot = SwizzledSlot<kRowNbytes>;
 
  private:
   static constexpr int kMine = kColumns / 2;          // columns of a lane's scores

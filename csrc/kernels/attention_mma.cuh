@@ -39,7 +39,8 @@ class MmaTile {
   static constexpr int kStages = Shape::kStages, kMinCtas = Shape::kMinCtas;
   // Q stays in registers where they suffice, else in shared memory, laid out like 16 rows of K.
   static constexpr bool kQueryInRegisters = kDim * kColumnTiles < 512;
-  using Slot = SwizzledSlot<kDim* int(sizeof(T))>;
+  static constexpr int kRowNbytes = kDim * int(sizeof(T));
+  using Slot = SwizzledSlot<kRowNbytes>;
   static constexpr int kScratchNbytes = kQueryInRegisters ? 0 : Slot::kNbytes;
 
   // K's matrices are (rows 0-7 | 8-15) x (dims 0-7 | 8-15); V's the other way round, as its fragments are
@@ -126,7 +127,9 @@ class MmaTile {
   __device__ __forceinline__ void update_softmax(float scale_log2, int first_token, const int* visible) {
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++) {
-      float x[4];  // tokens g (first two) and g + 8, columns 2t and 2t + 1
+      // Tokens g (first two) and g + 8, columns 2t and 2t + 1. Roundings are spelled out here and below:
+      // a row's tile may be on the edge for one CTA and not for another, and the bits must agree.
+      float x[4];
 #pragma unroll
       for (int e = 0; e < 4; e++) x[e] = __fmul_rn(score_[n][0][e] + score_[n][1][e], scale_log2);
       if constexpr (kEdge) {

@@ -24,7 +24,8 @@ struct SharedSlot {
 template <class Element, int kHeadDim, int kStages, int kWarps, RowCopy kCopy>
 class TileLoader {
  public:
-  using Slot = SwizzledSlot<kHeadDim* int(sizeof(Element))>;
+  static constexpr int kRowNbytes = kHeadDim * int(sizeof(Element));
+  using Slot = SwizzledSlot<kRowNbytes>;
   static constexpr int kRingNbytes = 2 * kStages * Slot::kNbytes;  // of one warp
 
   // `rings` has kWarps rings.
