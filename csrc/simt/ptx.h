@@ -198,7 +198,8 @@ inline void cp_async16(smem_t destination, const void* source, bool valid = true
                        const Where where = Where::current()) {
   check_aligned16(destination, "cp_async16", "destination", where);
   if (valid) check_aligned16(source, "cp_async16", "source", where);
-  current_fiber->copies.issue(*current_fiber->block, destination, valid ? source : nullptr,
+  simt::Block& block = *current_fiber->block;
+  current_fiber->copies.issue(destination, valid ? source : nullptr, block.copy_lands_at_once(),
                               {"cp_async16", where});
 }
 inline void cp_commit() { current_fiber->copies.commit(); }

@@ -1,19 +1,16 @@
 // A running block: its threads as fibers, its shared memory, and the two ways in which threads meet.
 #pragma once
-#include <array>
-#include <cstring>
+#include <cstdint>
 #include <deque>
 #include <exception>
 #include <functional>
 #include <memory>
-#include <source_location>
-#include <string>
 #include <type_traits>
-#include <utility>
 #include <vector>
 
-#include "simt/emulator/config.h"
-#include "simt/emulator/sanitizers.h"
+#include "simt/emulator/copy_queue.h"
+#include "simt/emulator/fault.h"
+#include "simt/emulator/shared_memory.h"
 #include "simt/emulator/stack_switch.h"
 #include "simt/emulator/types.h"
 
@@ -22,60 +19,8 @@ namespace paged_ops::simt {
 constexpr int kWarpSize = 32;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 constexpr int kMaxThreadsPerBlock = 1024;
-constexpr size_t kMaxStaticSharedNbytes = 48 * 1024;
-constexpr size_t kMaxSharedNbytes = 227 * 1024;  // static and dynamic of one block, sm_90 and sm_100
-constexpr size_t kSharedAlignment = 128;
-
-// A call of a synchronising function: which one, and where in the kernel's source.
-struct Site {
-  Site() = default;
-  Site(const char* op, const std::source_location& where) : op(op), where(where) {}
-
-  const char* op = "";
-  std::source_location where;
-
-  bool operator==(const Site& other) const {
-    // The compiler keeps one record per place, mostly: comparing texts is for when it did not.
-    return (op == other.op && std::memcmp(&where, &other.where, sizeof where) == 0) || same_text(other);
-  }
-
- private:
-  bool same_text(const Site& other) const;
-};
 
 struct Block;
-
-// The asynchronous copies of one thread, oldest first.
-class CopyQueue {
- public:
-  // Copies 16 bytes, or writes 16 zeros when `source` is null.
-  void issue(Block& block, void* destination, const void* source, const Site& site);
-  void commit() {
-    Quiet quiet;
-    ++num_groups_;
-  }
-  // Lands all but the `num_left` youngest committed groups.
-  void wait(uint64_t num_left);
-  void wait_all();
-  // Where the oldest copy was issued that nobody has waited for; null if there is none.
-  const Site* in_flight() const { return first_ < copies_.size() ? &copies_[first_].site : nullptr; }
-  void clear();
-
- private:
-  struct Copy {
-    void* destination;
-    const void* source;
-    uint64_t group;
-    bool landed;
-    Site site;
-  };
-  static void land(Copy& copy);
-  void land_groups_below(uint64_t end);
-
-  std::vector<Copy> copies_;
-  size_t first_ = 0;         // of those not yet waited for
-  uint64_t num_groups_ = 0;  // committed; the group that is open has this number
-};
 
 // One CUDA thread.
 struct Fiber {
@@ -109,34 +54,8 @@ struct Rendezvous {
 
 struct Warp {
   uint32_t live = 0;  // lanes that exist and have not returned
-  std::deque<Rendezvous>
-      meetings;  // one per mask in use; lanes may wait in one while others pass through another
-};
-
-// The shared memory of a block: dynamic memory first, then each SIMT_SHARED variable as it is reached.
-class SharedMemory {
- public:
-  SharedMemory();
-  ~SharedMemory();
-  SharedMemory(const SharedMemory&) = delete;
-  SharedMemory& operator=(const SharedMemory&) = delete;
-
-  void reset(size_t dynamic_nbytes, bool poison);
-  unsigned char* dynamic() const { return base_; }
-  // The variable known by `key`, the same for all threads of the block.
-  void* variable(const void* key, size_t nbytes, size_t alignment, const Site& site);
-
- private:
-  struct Variable {
-    const void* key;
-    void* address;
-  };
-  unsigned char* base_;
-  size_t dynamic_nbytes_ = 0;
-  size_t static_nbytes_ = 0;
-  size_t end_ = 0;    // of what is in use
-  size_t dirty_ = 0;  // the most that was ever in use
-  std::vector<Variable> variables_;
+  // One per mask in use: lanes may wait in one while others pass through another.
+  std::deque<Rendezvous> meetings;
 };
 
 struct Block {
@@ -159,7 +78,8 @@ struct Block {
   void fence();
   void before_atomic(void* address);
   void after_atomic(void* address);
-  uint64_t random();
+  // Whether the next asynchronous copy lands as soon as it is issued.
+  bool copy_lands_at_once();
 
   dim3 grid_dim;
   dim3 block_dim;
@@ -175,6 +95,7 @@ struct Block {
   void release_barrier();
   Rendezvous& rendezvous(Fiber& self, uint32_t mask, const Site& site);
   void report_deadlock() const;
+  uint64_t random();
   void* token(int which) const { return &tokens_[8 * which]; }
 
   std::vector<std::unique_ptr<Fiber>> fibers_;
@@ -201,11 +122,25 @@ struct Block {
 // unloadable once libstdc++ is there.
 extern thread_local constinit Fiber* current_fiber [[gnu::tls_model("initial-exec")]];
 
-// Ends the launch with a Fault that says `what`, and which thread of which block did it where.
-[[noreturn]] void fault(const std::string& what, const Site& site);
+// What ThreadSanitizer knows the start and the end of launches by.
+alignas(8) inline char launch_start[8], launch_end[8];
 
-// Runs all blocks of a grid. Throws the first Fault.
-void run_grid(dim3 grid, dim3 block, size_t dynamic_shared_nbytes, const std::function<void()>& thread_body);
+// A different, well mixed number for each x (splitmix64).
+inline uint64_t mix(uint64_t x) {
+  x += 0x9e3779b97f4a7c15u;
+  x = (x ^ x >> 30) * 0xbf58476d1ce4e5b9u;
+  x = (x ^ x >> 27) * 0x94d049bb133111ebu;
+  return x ^ x >> 31;
+}
+
+// Coordinates as text.
+std::string describe(const uint3& v);
+
+// The coordinates of number i of a grid or a block.
+inline uint3 unflatten(uint64_t i, dim3 shape) {
+  return {unsigned(i % shape.x), unsigned(i / shape.x % shape.y),
+          unsigned(i / (uint64_t(shape.x) * shape.y))};
+}
 
 // All lanes in `mask` give a value and get the table of them, [32], of which only their own entries count.
 template <class T>

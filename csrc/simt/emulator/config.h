@@ -38,6 +38,8 @@ struct Config {
   bool (*observer)(const Launch&) = nullptr;  // is told of each launch, and says whether to run it
 };
 
+constexpr unsigned char kPoison = 0xff;  // NaN in every float type, -1 in every integer type
+
 // The configuration of this process. Change it between launches only.
 Config& config();
 

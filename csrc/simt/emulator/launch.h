@@ -4,7 +4,8 @@
 #include <tuple>
 #include <utility>
 
-#include "simt/emulator/block.h"
+#include "simt/emulator/config.h"
+#include "simt/emulator/grid.h"
 #include "simt/emulator/runtime.h"
 
 namespace paged_ops::simt {
