@@ -218,11 +218,16 @@ class Launches:
     slots_in_use: int = 0
 
 
-def read_survey(lines: Iterable[str]) -> dict[str, Launches]:
+def read_survey(lines: Iterable[str], symbols: str) -> dict[str, Launches]:
+    """The survey's launches by the kernels' readable names. `symbols`: what `nm` tells of the program."""
+    places = {
+        int(parts[0], 16): parts[2] for parts in map(str.split, symbols.splitlines()) if len(parts) == 3
+    }
+    records = [json.loads(line) for line in lines]
+    names = demangle(sorted({places[record["kernel"]] for record in records}))
     survey: dict[str, Launches] = {}
-    for line in lines:
-        record = json.loads(line)
-        launches = survey.setdefault(record["kernel"], Launches())
+    for record in records:
+        launches = survey.setdefault(names[places[record["kernel"]]], Launches())
         if "ring" in record:
             launches.ring, launches.slots_in_use = record["ring"], record["slots_in_use"]
         else:
@@ -361,9 +366,9 @@ def compile_kernels(nvcc: str, source: Path, arch: str, folder: Path) -> list[Ke
 
 def survey_launches(folder: Path) -> dict[str, Launches]:
     """Build the survey with g++ and run it."""
-    output = folder / "survey.jsonl"
-    if not output.exists():
-        objects = folder / "survey"
+    objects = folder / "survey"
+    program = objects / "survey"
+    if not program.exists():
         objects.mkdir(parents=True, exist_ok=True)
         sources = sorted([*(CSRC / "launch").glob("*.cu"), *(CSRC / "simt" / "emulator").glob("*.cpp")])
         sources.append(REPOSITORY / "tools" / "launch_survey.cpp")
@@ -376,9 +381,8 @@ def survey_launches(folder: Path) -> dict[str, Launches]:
 
         with ThreadPoolExecutor(2) as pool:
             compiled = list(pool.map(compile_one, sources))
-        run(["g++", "-rdynamic", *compiled, "-pthread", "-ldl", "-o", objects / "survey"])
-        output.write_text(run([objects / "survey"]).stdout)
-    return read_survey(output.read_text().splitlines())
+        run(["g++", *compiled, "-pthread", "-ldl", "-o", program])
+    return read_survey(run([program]).stdout.splitlines(), run(["nm", program]).stdout)
 
 
 def demangle(symbols: Sequence[str]) -> dict[str, str]:
@@ -442,7 +446,7 @@ def audit(archs: Sequence[str], build_dir: Path) -> list[Row]:
         kernels = [kernel for job in jobs for kernel in job.result()]
         launches = survey.result()
     names = demangle(sorted({kernel.symbol for kernel in kernels}))
-    rows = [judge(kernel, names[kernel.symbol], launches.get(kernel.symbol)) for kernel in kernels]
+    rows = [judge(kernel, names[kernel.symbol], launches.get(names[kernel.symbol])) for kernel in kernels]
     return sorted(rows, key=lambda row: (row.kernel, row.arch))
 
 

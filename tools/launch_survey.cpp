@@ -23,14 +23,16 @@ namespace {
 
 std::set<std::tuple<const void*, unsigned, size_t>> seen;
 
-const char* symbol(const void* kernel) {
+// Where a kernel lies in this program, for its symbol table to tell which it is.
+size_t offset(const void* kernel) {
   Dl_info info{};
-  return dladdr(kernel, &info) && info.dli_sname ? info.dli_sname : "?";
+  dladdr(kernel, &info);
+  return size_t(static_cast<const char*>(kernel) - static_cast<const char*>(info.dli_fbase));
 }
 
 bool observe(const simt::Launch& launch) {
   if (seen.insert({launch.kernel, launch.num_threads, launch.dynamic_shared_nbytes}).second)
-    std::printf("{\"kernel\": \"%s\", \"threads\": %u, \"dynamic_shared\": %zu}\n", symbol(launch.kernel),
+    std::printf("{\"kernel\": %zu, \"threads\": %u, \"dynamic_shared\": %zu}\n", offset(launch.kernel),
                 launch.num_threads, launch.dynamic_shared_nbytes);
   return false;
 }
@@ -146,8 +148,8 @@ template <class Tile>
 void survey_ring() {
   using Shared = kernels::AttentionShared<Tile, kernels::RowCopy::asynchronous>;
   const auto kernel = kernels::attention_kernel<Tile, kernels::RowCopy::asynchronous>;
-  std::printf("{\"kernel\": \"%s\", \"ring\": %d, \"slots_in_use\": %d}\n",
-              symbol(reinterpret_cast<const void*>(kernel)), Shared::kRings,
+  std::printf("{\"kernel\": %zu, \"ring\": %d, \"slots_in_use\": %d}\n",
+              offset(reinterpret_cast<const void*>(kernel)), Shared::kRings,
               Tile::kWarps * int(Shared::Loader::Slot::kNbytes));
 }
 template <class T>

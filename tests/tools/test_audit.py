@@ -118,6 +118,23 @@ def test_demangles() -> None:
     ]
 
 
+def test_reads_the_survey() -> None:
+    lines = [
+        '{"kernel": 4096, "threads": 128, "dynamic_shared": 1000}',
+        '{"kernel": 4096, "threads": 128, "dynamic_shared": 2000}',
+        '{"kernel": 4096, "ring": 800, "slots_in_use": 200}',
+        '{"kernel": 8192, "threads": 256, "dynamic_shared": 0}',
+    ]
+    symbols = """\
+                 U memcpy
+0000000000001000 W _ZN9paged_ops7kernels13gather_kernelI5uint4EEvNS_12GatherParamsE
+0000000000002000 t _ZN9paged_ops7kernelsL17cu_seqlens_kernelENS_12GatherParamsE
+"""
+    survey = audit.read_survey(lines, symbols)
+    assert survey["gather_kernel<uint4>"] == audit.Launches({(128, 1000), (128, 2000)}, 800, 200)
+    assert survey["cu_seqlens_kernel"] == audit.Launches({(256, 0)})
+
+
 CLAIM = audit.Claim("kernel", "a test", in_flight=1.5, instructions={"async copy 16": 2, "matrix product": 1})
 KERNEL = audit.Kernel(
     "kernel", "sm_90", registers=168, max_threads=128,
