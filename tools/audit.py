@@ -439,6 +439,9 @@ def audit(archs: Sequence[str], build_dir: Path) -> list[Row]:
     if nvcc is None:
         raise SystemExit("audit: needs nvcc on PATH, in CUDA_HOME or from the wheel nvidia-cuda-nvcc")
     folder = build_dir / source_hash()
+    for old in build_dir.glob("[0-9a-f]" * 16):  # of sources as they were
+        if old != folder:
+            shutil.rmtree(old)
     sources = sorted((CSRC / "launch").glob("*.cu"))
     with ThreadPoolExecutor(2) as pool:
         survey = pool.submit(survey_launches, folder)

@@ -15,9 +15,11 @@
 #include <string>
 #include <vector>
 
+#include "core/check.h"
 #include "core/dtype.h"
 #include "params/backend.h"
 #include "simt/emulator/config.h"
+#include "simt/emulator/runtime.h"
 
 using namespace paged_ops;
 
@@ -216,6 +218,81 @@ void merge_states() {
   add_to_checksum(lse_a.data(), lse_a.size() * sizeof(float));
 }
 
+// A step of generation, captured once: new keys and values are written, then attention reads them. Replayed,
+// it must find the lengths, slots and values that lie in memory then.
+void graph() {
+  Random random;
+  constexpr int kSeqs = 2, kKvHeads = 1, kGroup = 4, kDim = 64, kBlock = 16;
+  Cache cache(DType::f16, {70, 514}, kKvHeads, kDim, kBlock, random);
+  const std::vector<int32_t> last_lens = cache.seq_lens;
+  const size_t row = kKvHeads * kDim, n = size_t(kSeqs) * kKvHeads * kGroup * kDim;
+  Tensor key(DType::f16, kSeqs * row), value(DType::f16, kSeqs * row), query(DType::f16, n),
+      out(DType::f16, n), want(DType::f16, n);
+  std::vector<int64_t> slots(kSeqs);
+
+  CacheWriteParams w{};
+  w.key = key.data();
+  w.value = value.data();
+  w.slot_mapping = slots.data();
+  w.key_stride_head = w.value_stride_head = kDim * 2;
+  w.key_stride_token = w.value_stride_token = int64_t(row) * 2;
+  w.num_tokens = kSeqs;
+  w.dtype = DType::f16;
+  w.kv = cache.kv;
+  AttentionParams p{};
+  p.query = query.data();
+  p.out = out.data();
+  p.query_stride_head = p.out_stride_head = kDim * 2;
+  p.query_stride_token = p.out_stride_token = kDim * 2 * kKvHeads * kGroup;
+  p.num_tokens = kSeqs;
+  p.num_q_heads = kKvHeads * kGroup;
+  p.dtype = DType::f16;
+  p.kv = cache.kv;
+  p.tables = cache.tables;
+  p.scale = 0.125f;
+  p.causal = true;
+  p.workspace_nbytes = launch::backend().attention_workspace_nbytes(p);
+  std::vector<uint64_t> workspace(p.workspace_nbytes / 8 + 32, ~uint64_t(0));
+  p.workspace =
+      reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(workspace.data()) + 255) & ~uintptr_t(255));
+
+  cudaStream_t stream;
+  cudaGraph_t captured;
+  cudaGraphExec_t executable;
+  SIMT_CHECK(cudaStreamCreate(&stream));
+  SIMT_CHECK(cudaStreamBeginCapture(stream, cudaStreamCaptureModeGlobal));
+  const Context in_stream{.device = 0, .stream = stream, .check = false};
+  launch::backend().cache_write(w, in_stream);
+  launch::backend().attention(p, in_stream);
+  SIMT_CHECK(cudaStreamEndCapture(stream, &captured));
+  SIMT_CHECK(cudaGraphInstantiate(&executable, captured, 0));
+
+  for (int step = 0; step < 3; ++step) {
+    for (Tensor* t : {&key, &value, &query})  // in place: the graph knows their addresses
+      std::memcpy(t->data(), Tensor(DType::f16, t->bytes.size() / 2, &random).data(), t->bytes.size());
+    for (int s = 0; s < kSeqs; ++s) {
+      cache.seq_lens[s] = last_lens[s] - 2 + step;
+      const int at = cache.seq_lens[s] - 1;
+      slots[s] = int64_t(cache.block_ids[s * cache.max_blocks + at / kBlock]) * kBlock + at % kBlock;
+      for (Tensor* t : {cache.key.get(), cache.value.get()})
+        std::memset(t->bytes.data() + slots[s] * row * 2, 0xff, row * 2);
+    }
+    SIMT_CHECK(cudaGraphLaunch(executable, stream));
+    AttentionParams direct = p;
+    direct.out = want.data();
+    launch::backend().attention(direct, kUnchecked);
+    if (out.bytes != want.bytes) fail("graph: step ", step, " differs from the same step launched directly");
+    for (size_t i = 0; i < n; ++i) {
+      const uint16_t bits = uint16_t(out.bytes[2 * i] | out.bytes[2 * i + 1] << 8);
+      if ((bits & 0x7c00) == 0x7c00) fail("graph: step ", step, " read a slot that it should have written");
+    }
+    add_to_checksum(out);
+  }
+  SIMT_CHECK(cudaGraphExecDestroy(executable));
+  SIMT_CHECK(cudaGraphDestroy(captured));
+  SIMT_CHECK(cudaStreamDestroy(stream));
+}
+
 const std::map<std::string, std::function<void()>> kOps{
     // Two chunks for the longest, none for the first; a group that leaves columns idle.
     {"decode_f16", [] { attention(DType::f16, {0, 17, 600}, {}, 2, 3, 64, 3); }},
@@ -231,6 +308,7 @@ const std::map<std::string, std::function<void()>> kOps{
     {"block_copy", block_copy},
     {"block_swap", block_swap},
     {"gather", gather},
+    {"graph", graph},
     {"merge_states", merge_states},
 };
 

@@ -47,6 +47,7 @@ OPS = [
     "block_copy",
     "block_swap",
     "gather",
+    "graph",
     "merge_states",
 ]
 

@@ -177,3 +177,11 @@ def test_bad_arguments_are_refused() -> None:
     command = [sys.executable, str(REPOSITORY / "tools" / "audit.py"), "--archs", "sm_35"]
     result = subprocess.run(command, capture_output=True, text=True)
     assert result.returncode == 2 and "sm_35 is not one of sm_80" in result.stderr
+
+
+@pytest.mark.skipif(audit.find_tool("nvcc") is None, reason="needs nvcc")
+def test_the_kernels_keep_every_claim() -> None:
+    rows = audit.audit(["sm_80", "sm_90"], REPOSITORY / "build" / "audit")
+    assert len(rows) > 20
+    assert [f"{row.kernel} on {row.arch}: {failure}" for row in rows for failure in row.failures] == []
+    assert audit.unused_claims(rows) == []
