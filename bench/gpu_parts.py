@@ -147,6 +147,15 @@ def tests(options: Options) -> dict[str, Any]:
     return result
 
 
+def twins(options: Options) -> dict[str, Any]:
+    """The emulator's host twins against the instructions that they imitate."""
+    files = ["tests/simt/test_vocabulary.py", "tests/simt/test_instructions.py"]
+    command = [sys.executable, "-m", "pytest", *files, "-k", "cuda", "-q", "--tb=short"]
+    run = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    lines = run.stdout.strip().splitlines()
+    return {"summary": lines[-1] if lines else run.stderr[-500:], "passed": run.returncode == 0}
+
+
 _SANITIZED = """
 import torch
 from bench.workloads import Shape
@@ -360,4 +369,5 @@ PARTS = (
     Part(decode, 90),
     Part(other_ops, 40),
     Part(swap, 30, ("cuda",)),
+    Part(twins, 60, ("cuda",)),
 )
