@@ -10,6 +10,8 @@ SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 # The CUDA backend is compiled for the tests wherever nvcc is found, for these chips.
 TEST_BUILD := PAGED_OPS_EMULATED=1 PAGED_OPS_CUDA_ARCHS="$(or $(PAGED_OPS_CUDA_ARCHS),80-real;90-real)" PAGED_OPS_BUILD_DIR=build/test
 
+CXX_SOURCES := git ls-files '*.h' '*.cpp' '*.cuh' '*.cu' '*.inl'
+
 .DEFAULT_GOAL := help
 .PHONY: help demo test build lint format audit cuda-from-pip gpu-report bench clean
 
@@ -34,12 +36,12 @@ lint: $(VENV)/.test
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
-	$(PY) -m clang_format --dry-run --Werror $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cuh' 'csrc/*.cu')
+	$(VENV)/bin/clang-format --dry-run --Werror $$($(CXX_SOURCES))
 
 format: $(VENV)/.test
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
-	$(PY) -m clang_format -i $$(git ls-files 'csrc/*.h' 'csrc/*.cpp' 'csrc/*.cuh' 'csrc/*.cu')
+	$(VENV)/bin/clang-format -i $$($(CXX_SOURCES))
 
 audit: $(VENV)/.test
 	$(PY) tools/audit.py
