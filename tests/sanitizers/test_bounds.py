@@ -79,6 +79,7 @@ def python_under_asan() -> list[str]:
     return [sys.executable, str(HERE / "run_under_asan.py")]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("block", "seen"), [(3, False), (4, True), (-1, True)])
 def test_wrong_block_id_is_seen(python_under_asan: list[str], block: int, seen: bool) -> None:
     result = subprocess.run(
@@ -88,6 +89,7 @@ def test_wrong_block_id_is_seen(python_under_asan: list[str], block: int, seen: 
     assert ("AddressSanitizer" in result.stderr) == seen
 
 
+@pytest.mark.slow
 def test_op_tests_pass_under_asan(python_under_asan: list[str]) -> None:
     tests = ["tests/ops/test_attention.py", "tests/ops/test_cache_ops.py", "tests/ops/test_merge.py"]
     options = ["--backend", "emulated", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
