@@ -8,10 +8,12 @@ copies of the package's other files, and starts the interpreter with the sanitiz
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -50,7 +52,6 @@ def build(folder: Path) -> Path:
 def overlay(module: Path, folder: Path) -> Path:
     """A folder with the package as it stands, but for the sanitized module."""
     package = folder / "paged_ops"
-    shutil.rmtree(package, ignore_errors=True)
     shutil.copytree(
         REPOSITORY / "paged_ops", package, ignore=shutil.ignore_patterns("__pycache__", "_emulated*.so")
     )
@@ -80,8 +81,14 @@ def environment(package_folder: Path) -> dict[str, str]:
 
 def run(arguments: list[str]) -> subprocess.CompletedProcess[bytes]:
     folder = REPOSITORY / "build" / "asan"
-    package_folder = overlay(build(folder / "cmake"), folder / "package")
-    return subprocess.run([sys.executable, *arguments], env=environment(package_folder), cwd=REPOSITORY)
+    folder.mkdir(parents=True, exist_ok=True)
+    # Two runs at once share the build; the first to come does it.
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        module = build(folder / "cmake")
+    with tempfile.TemporaryDirectory(dir=folder) as package_folder:
+        variables = environment(overlay(module, Path(package_folder)))
+        return subprocess.run([sys.executable, *arguments], env=variables, cwd=REPOSITORY)
 
 
 if __name__ == "__main__":

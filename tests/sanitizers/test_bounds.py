@@ -19,6 +19,13 @@ pytestmark = [
 HERE = Path(__file__).parent
 FLAGS = [f"-fsanitize={run_under_asan.SANITIZERS}", "-fno-omit-frame-pointer"]
 
+
+def test_group_stays_on_one_worker(request: pytest.FixtureRequest) -> None:
+    """Else every worker would build each program of this folder anew."""
+    if getattr(request.config.option, "loadgroup", False):
+        assert request.node.nodeid.endswith("@sanitizers"), "pytest-xdist does not honour xdist_group"
+
+
 BUGS = {
     "table_read_past_end": "AddressSanitizer: heap-buffer-overflow",
     "global_write_past_end": "AddressSanitizer: heap-buffer-overflow",
@@ -79,7 +86,6 @@ def python_under_asan() -> list[str]:
     return [sys.executable, str(HERE / "run_under_asan.py")]
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("block", "seen"), [(3, False), (4, True), (-1, True)])
 def test_wrong_block_id_is_seen(python_under_asan: list[str], block: int, seen: bool) -> None:
     result = subprocess.run(
@@ -89,7 +95,6 @@ def test_wrong_block_id_is_seen(python_under_asan: list[str], block: int, seen: 
     assert ("AddressSanitizer" in result.stderr) == seen
 
 
-@pytest.mark.slow
 def test_op_tests_pass_under_asan(python_under_asan: list[str]) -> None:
     tests = ["tests/ops/test_attention.py", "tests/ops/test_cache_ops.py", "tests/ops/test_merge.py"]
     options = ["--backend", "emulated", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
