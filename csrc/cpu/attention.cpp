@@ -102,8 +102,7 @@ class Plan {
             .head_end = p_.kv.num_kv_heads,
             .chunk = kAllChunks,
             .states = nullptr,
-            .chunk_floats = chunk_floats(s),
-            .seq_query_begin = s.query_begin};
+            .chunk_floats = chunk_floats(s)};
   }
 
   void add_sweep(const Sequence& s, int32_t chunk, float* states, std::vector<AttentionTask>& list) const {
@@ -175,7 +174,8 @@ void attention(const AttentionParams& p, const Context&) {
   const int used_threads = threads_for(plan.nbytes());
   parallel_for(int64_t(plan.tasks.size()), used_threads, [&](int64_t i) {
     const AttentionTask& task = plan.tasks[i];
-    kernels.attend[dtype](p, task, thread_scratch(ScratchUse::task, kernels.attend_scratch_nbytes(p, task)));
+    kernels.attend[dtype](p, task,
+                          thread_scratch(ScratchUse::task, kernels.attend_scratch_nbytes[dtype](p, task)));
   });
   parallel_for(int64_t(plan.folds.size()), used_threads,
                [&](int64_t i) { kernels.fold[dtype](p, plan.folds[i]); });

@@ -34,18 +34,17 @@ struct AttentionTask {
   int32_t query_begin, query_end;  // rows of `query`
   int32_t position;                // of query_begin in its sequence; may be negative
   int32_t head_begin, head_end;
-  int32_t chunk;  // the only one to look at, or kAllChunks
-  float*
-      states;  // [num_chunks, seq_num_tokens, num_q_heads, state_floats]; null = all chunks, straight to out
-  int64_t chunk_floats;     // from a chunk's states to the next chunk's
-  int32_t seq_query_begin;  // the query row that states begin with
+  int32_t chunk;         // the only one to look at, or kAllChunks
+  float* states;         // [num_chunks, num_kv_heads, rows, state_floats], a row being a query token with one
+                         // query head of the group; null = all chunks, straight to out
+  int64_t chunk_floats;  // from a chunk's states to the next chunk's
 };
 constexpr int32_t kAllChunks = -1;
 
 struct Kernels {
   // Per DType f32, f16, bf16. `scratch` has attend_scratch_nbytes(...) bytes at a 64-byte boundary.
   void (*attend[3])(const AttentionParams&, const AttentionTask&, void* scratch);
-  size_t (*attend_scratch_nbytes)(const AttentionParams&, const AttentionTask&);
+  size_t (*attend_scratch_nbytes[3])(const AttentionParams&, const AttentionTask&);
   // Folds the states of the task's rows in chunk order and writes out and lse. Overwrites the states.
   void (*fold[3])(const AttentionParams&, const AttentionTask&);
   // Tokens [token_begin, token_end).

@@ -5,14 +5,16 @@
 #include "cpu/page_walk.inl"
 #include "cpu/products.inl"
 #include "cpu/softmax.inl"
-#include "cpu/attention_kernel.inl"
+#include "cpu/attention_walk.inl"
+#include "cpu/attention_vector.inl"
 #include "cpu/merge_kernel.inl"
 // clang-format on
 
 extern const Kernels kernels;
 const Kernels kernels = {
-    {attend<float>, attend<f16>, attend<bf16>},
-    attend_scratch_nbytes,
+    {attend<VectorProducts<float>>, attend<VectorProducts<f16>>, attend<VectorProducts<bf16>>},
+    {attend_scratch_nbytes<VectorProducts<float>>, attend_scratch_nbytes<VectorProducts<f16>>,
+     attend_scratch_nbytes<VectorProducts<bf16>>},
     {fold<float>, fold<f16>, fold<bf16>},
     {merge_states<float>, merge_states<f16>, merge_states<bf16>},
 };

@@ -1,0 +1,157 @@
+// The products of attention by vector instructions, in f32, for every type.
+// Included inside the namespace of one instruction set, after products.inl and attention_walk.inl.
+
+constexpr int kUnpackRows = 32;  // from here on a tile is turned into f32 once instead of at each use
+
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
+
+// Calls f(begin, Constant<number of rows>) for blocks of at most kMaxRows rows, as equal as may be.
+template <class F>
+inline void for_each_row_block(int num_rows, F&& f) {
+  static_assert(kMaxRows == 4);
+  const int num_blocks = (num_rows + kMaxRows - 1) / kMaxRows;
+  for (int i = 0; i < num_blocks; i++) {
+    const int begin = int(int64_t(num_rows) * i / num_blocks),
+              end = int(int64_t(num_rows) * (i + 1) / num_blocks);
+    switch (end - begin) {
+      case 1: f(begin, Constant<1>{}); break;
+      case 2: f(begin, Constant<2>{}); break;
+      case 3: f(begin, Constant<3>{}); break;
+      default: f(begin, Constant<4>{}); break;
+    }
+  }
+}
+
+// Values into the states of kRows rows of which the first sees `seen[0]` tokens of the tile, and so on.
+template <class E, int kRows>
+void weigh_visible(const Tile<E>& value, const int* seen, const float* weights, const float* decay,
+                   float* const* out, Prefetcher* prefetcher) {
+  const int all = seen[0] > 0 ? seen[0] : 0;  // what every row sees, for later rows see no less
+  if (all > 0) weigh<E, kRows>(value, 0, all, weights, decay, out, prefetcher);
+  // The diagonal. A token that only some rows see is added to those alone: a weight of 0 would not do,
+  // for 0 * NaN is NaN.
+  for (int r = 0; r < kRows; r++)
+    if (seen[r] > all) {
+      const float factor = all > 0 ? 1.0f : decay[r];
+      weigh<E, 1>(value, all, seen[r], weights + r * kTileTokens, &factor, out + r, nullptr);
+    }
+}
+
+template <class T>
+class VectorProducts {
+ public:
+  using Element = T;
+
+  VectorProducts(const AttentionParams& p, const AttentionTask& task, const Rows& rows, Carver& carver)
+      : p_(p),
+        task_(task),
+        rows_(rows),
+        key_dim_(padded(p.kv.key_head_dim)),
+        value_dim_(padded(p.kv.value_head_dim)),
+        unpacks_(rows.count >= kUnpackRows) {
+    const int64_t unpacked_tokens = unpacks_ ? kTileTokens : 0;
+    query_ = carver.take<float>(int64_t(task.head_end - task.head_begin) * rows.count * key_dim_);
+    scores_ = carver.take<float>(int64_t(rows.count) * kTileTokens);
+    decay_ = carver.take<float>(rows.count);
+    key_tile_ = carver.take<float>(unpacked_tokens * key_dim_);
+    value_tile_ = carver.take<float>(unpacked_tokens * value_dim_);
+    key_rows_ = carver.take<const char*>(unpacked_tokens);
+    value_rows_ = carver.take<const char*>(unpacked_tokens);
+  }
+
+  void pack_query() {
+    const int dim = p_.kv.key_head_dim, group = p_.num_q_heads / p_.kv.num_kv_heads;
+    float* packed = query_;
+    for (int head = task_.head_begin; head < task_.head_end; head++)
+      for (int row = 0; row < rows_.count; row++) {
+        const T* x =
+            reinterpret_cast<const T*>(static_cast<const char*>(p_.query) +
+                                       int64_t(task_.query_begin + row / group) * p_.query_stride_token +
+                                       (int64_t(head) * group + row % group) * p_.query_stride_head);
+        for (int i = 0; i < dim; i += 2 * kLanes, packed += 2 * kLanes) {
+          const Pair y = dim - i < 2 * kLanes ? load_pair(x + i, dim - i) : load_pair(x + i);
+          store(packed, y.a);
+          store(packed + kLanes, y.b);
+        }
+      }
+    if (unpacks_)
+      for (int t = 0; t < kTileTokens; t++) {
+        key_rows_[t] = reinterpret_cast<const char*>(key_tile_ + t * key_dim_);
+        value_rows_[t] = reinterpret_cast<const char*>(value_tile_ + t * value_dim_);
+      }
+  }
+
+  void open(int, float*) {}
+  void close(int, float*) {}
+
+  void attend_tile(int head, const TileRows& tile, int num_tokens, int position, float* states,
+                   Prefetcher& prefetcher) {
+    const int64_t kv_head = task_.head_begin + head;
+    const Tile<T> key(tile.key, kv_head * p_.kv.key.stride_head, p_.kv.key_head_dim);
+    const Tile<T> value(tile.value, kv_head * p_.kv.value.stride_head, p_.kv.value_head_dim);
+    const float* query = query_ + int64_t(head) * rows_.count * key_dim_;
+    if (unpacks_) {
+      unpack(key, num_tokens, key_tile_, prefetcher);
+      unpack(value, num_tokens, value_tile_, prefetcher);
+      take_tile(Tile<float>(key_rows_, 0, key_dim_), Tile<float>(value_rows_, 0, value_dim_), num_tokens,
+                position, query, states, nullptr);
+    } else {
+      take_tile(key, value, num_tokens, position, query, states, &prefetcher);
+    }
+  }
+
+ private:
+  // All rows of one KV head over a tile whose first key is at `position`. The first block of rows brings
+  // the tile into the cache, so it is the one that prefetches.
+  template <class E>
+  void take_tile(const Tile<E>& key, const Tile<E>& value, int num_tokens, int position, const float* query,
+                 float* states, Prefetcher* prefetcher) {
+    const float scale = p_.scale * kLog2E;
+    const int64_t record = state_floats(p_.kv.value_head_dim);
+    const auto seen_by = [&](int row) {
+      const int seen = rows_.visible[row] - position;
+      return seen < num_tokens ? seen : num_tokens;
+    };
+    Prefetcher* first_only = prefetcher;
+    for_each_row_block(rows_.count, [&](int begin, auto count) {
+      constexpr int kRows = decltype(count)::value;
+      const int most = seen_by(begin + kRows - 1);
+      if (most <= 0) return;
+      score<E, kRows>(key, most, query + int64_t(begin) * key_dim_, key_dim_, scores_ + begin * kTileTokens,
+                      first_only);
+      first_only = nullptr;
+      for (int row = begin; row < begin + kRows; row++)
+        if (const int seen = seen_by(row); seen > 0)
+          decay_[row] = take_scores(scores_ + row * kTileTokens, seen, scale, states + row * record);
+    });
+    first_only = prefetcher;
+    for_each_row_block(rows_.count, [&](int begin, auto count) {
+      constexpr int kRows = decltype(count)::value;
+      float* out[kRows];
+      int seen[kRows];
+      for (int r = 0; r < kRows; r++) {
+        out[r] = states + (begin + r) * record + kStateHeader;
+        seen[r] = seen_by(begin + r);
+      }
+      if (seen[kRows - 1] <= 0) return;
+      weigh_visible<E, kRows>(value, seen, scores_ + begin * kTileTokens, decay_ + begin, out, first_only);
+      first_only = nullptr;
+    });
+  }
+
+  const AttentionParams& p_;
+  const AttentionTask& task_;
+  const Rows rows_;
+  const int key_dim_, value_dim_;
+  const bool unpacks_;
+  float* query_;             // [heads, rows, key_dim] in pair order
+  float* scores_;            // [rows, kTileTokens]
+  float* decay_;             // [rows]
+  float* key_tile_;          // [kTileTokens, key_dim], unpacked
+  float* value_tile_;        // [kTileTokens, value_dim], unpacked
+  const char** key_rows_;    // [kTileTokens] of key_tile
+  const char** value_rows_;  // [kTileTokens] of value_tile
+};

@@ -1,0 +1,171 @@
+// Attention over a paged cache: decode, verification of several tokens and prefill are one walk over tiles.
+// Included inside the namespace of one instruction set, after softmax.inl and page_walk.inl.
+//
+// What happens to a row in a tile of kTileTokens keys, and the order of tiles and chunks, is the same
+// whatever else a task computes; so a row's bits do not depend on the batch, the threads, the block size
+// or how a prompt was cut. The arithmetic on a tile is a parameter, `Products`:
+//
+//   Products(params, task, rows, carver)   takes its working memory from the carver
+//   void pack_query()                      once per task
+//   void open(head, states)                before the first tile of a chunk
+//   void attend_tile(head, tile, num_tokens, position, states, prefetcher)
+//   void close(head, states)               after the last: states are now as softmax.inl says
+//
+// where `head` counts from the task's first KV head and `states` are the records of that head's rows.
+
+// How many keys the query token at `position` sees: those at positions 0 .. visible_keys - 1.
+inline int visible_keys(const AttentionParams& p, int32_t seq, int32_t position) {
+  const int32_t seq_len = p.tables.seq_lens[seq];
+  if (!p.causal) return seq_len;
+  return position < 0 ? 0 : position + 1;
+}
+
+inline int chunks_of(int num_keys) { return (num_keys + kChunkTokens - 1) / kChunkTokens; }
+
+// The rows of one KV head, token-major (row = token * group + query head of the group): the same for
+// every head of a task.
+struct Rows {
+  int count;
+  const int* visible;  // [count] keys that each sees, not descending
+};
+
+// Cuts one piece of memory into arrays at cache lines; with none it only counts.
+class Carver {
+ public:
+  explicit Carver(void* memory) : memory_(static_cast<char*>(memory)) {}
+
+  template <class T>
+  T* take(int64_t count) {
+    T* const array = reinterpret_cast<T*>(memory_ + nbytes_);
+    nbytes_ += (size_t(count) * sizeof(T) + 63) / 64 * 64;
+    return array;
+  }
+
+  size_t nbytes() const { return nbytes_; }
+
+ private:
+  char* const memory_;
+  size_t nbytes_ = 0;
+};
+
+// What every task needs, whatever its products.
+struct TaskMemory {
+  int* visible;         // [rows]
+  float* states;        // [heads, rows, state_floats] of the first chunk, and what it is folded with,
+  float* later_states;  // and of one later chunk; of tasks that write no states to the workspace
+
+  TaskMemory(const AttentionParams& p, const AttentionTask& task, int num_rows, Carver& carver) {
+    const int64_t own_states =
+        task.states ? 0
+                    : int64_t(task.head_end - task.head_begin) * num_rows * state_floats(p.kv.value_head_dim);
+    visible = carver.take<int>(num_rows);
+    states = carver.take<float>(own_states);
+    later_states = carver.take<float>(own_states);
+  }
+};
+
+inline int num_rows_of(const AttentionParams& p, const AttentionTask& task) {
+  return (task.query_end - task.query_begin) * (p.num_q_heads / p.kv.num_kv_heads);
+}
+
+template <class Products>
+size_t attend_scratch_nbytes(const AttentionParams& p, const AttentionTask& task) {
+  Carver carver(nullptr);
+  const TaskMemory memory(p, task, num_rows_of(p, task), carver);
+  const Products products(p, task, Rows{num_rows_of(p, task), memory.visible}, carver);
+  return carver.nbytes();
+}
+
+template <class T>
+void finish_rows(const AttentionParams& p, int32_t token, int q_head, const float* state) {
+  T* out = reinterpret_cast<T*>(static_cast<char*>(p.out) + token * p.out_stride_token +
+                                q_head * p.out_stride_head);
+  finish_row<T>(state, p.kv.value_head_dim, out,
+                p.lse ? p.lse + int64_t(token) * p.num_q_heads + q_head : nullptr);
+}
+
+template <class Products>
+void attend(const AttentionParams& p, const AttentionTask& task, void* scratch) {
+  using T = typename Products::Element;
+  Carver carver(scratch);
+  const int num_rows = num_rows_of(p, task);
+  const TaskMemory memory(p, task, num_rows, carver);
+  const Rows rows{num_rows, memory.visible};
+  Products products(p, task, rows, carver);
+
+  const int group = p.num_q_heads / p.kv.num_kv_heads;
+  const int num_heads = task.head_end - task.head_begin;
+  const int64_t record = state_floats(p.kv.value_head_dim);
+  const int64_t head_floats = num_rows * record;
+  for (int row = 0; row < num_rows; row++)
+    memory.visible[row] = visible_keys(p, task.seq, task.position + row / group);
+  products.pack_query();
+
+  const bool all_chunks = task.chunk == kAllChunks;
+  const int num_keys = rows.visible[num_rows - 1];  // that any row sees
+  const int first_key = all_chunks ? 0 : task.chunk * kChunkTokens;
+  const int end_key = all_chunks || num_keys < first_key + kChunkTokens ? num_keys : first_key + kChunkTokens;
+  float* const first_states =
+      task.states ? task.states + task.chunk * task.chunk_floats + task.head_begin * head_floats
+                  : memory.states;
+  float* states = first_states;
+  const auto clear = [&] {
+    for (int64_t i = 0; i < num_heads * num_rows; i++) clear_state(states + i * record, record);
+    for (int head = 0; head < num_heads; head++) products.open(head, states + head * head_floats);
+  };
+  const auto close = [&] {
+    for (int head = 0; head < num_heads; head++) products.close(head, states + head * head_floats);
+  };
+  clear();
+
+  const PageWalk walk{p.kv, p.tables.block_ids + task.seq * p.tables.stride, task.head_begin, task.head_end};
+  const auto tile_end = [&](int begin) {
+    return begin + kTileTokens < end_key ? begin + kTileTokens : end_key;
+  };
+  TileRows tile;
+  Prefetcher prefetcher;
+  walk.prefetch(first_key, tile_end(first_key), sizeof(T), prefetcher);
+  for (int begin = first_key; begin < end_key; begin += kTileTokens) {
+    if (begin % kChunkTokens == 0 && begin > first_key) {
+      states = memory.later_states;
+      clear();
+    }
+    const int end = tile_end(begin);
+    prefetcher.drain();
+    walk.rows(begin, end, tile);
+    walk.prefetch(end, tile_end(end), sizeof(T), prefetcher);
+    for (int head = 0; head < num_heads; head++)
+      products.attend_tile(head, tile, end - begin, begin, states + head * head_floats, prefetcher);
+    if (end % kChunkTokens != 0 && end != end_key) continue;
+    close();
+    if (states == first_states) continue;
+    const int chunk_begin = begin / kChunkTokens * kChunkTokens;
+    for (int64_t i = 0; i < num_heads * num_rows; i++)
+      // Only rows that see something of the chunk: the fold would be the identity but for the sign of 0.
+      if (rows.visible[i % num_rows] > chunk_begin)
+        fold_state(first_states + i * record, states + i * record, record);
+  }
+  if (first_key >= end_key) close();
+
+  if (!task.states)
+    for (int head = 0; head < num_heads; head++)
+      for (int row = 0; row < num_rows; row++)
+        finish_rows<T>(p, task.query_begin + row / group, (task.head_begin + head) * group + row % group,
+                       first_states + head * head_floats + row * record);
+}
+
+// A task that folds has all query tokens of its sequence.
+template <class T>
+void fold(const AttentionParams& p, const AttentionTask& task) {
+  const int group = p.num_q_heads / p.kv.num_kv_heads, num_rows = num_rows_of(p, task);
+  const int64_t record = state_floats(p.kv.value_head_dim);
+  for (int row = 0; row < num_rows; row++) {
+    const int num_chunks = chunks_of(visible_keys(p, task.seq, task.position + row / group));
+    for (int head = task.head_begin; head < task.head_end; head++) {
+      float* state = task.states + (int64_t(head) * num_rows + row) * record;
+      for (int chunk = 1; chunk < num_chunks; chunk++)
+        fold_state(state, state + chunk * task.chunk_floats, record);
+      finish_rows<T>(p, task.query_begin + row / group, head * group + row % group, state);
+    }
+  }
+}
