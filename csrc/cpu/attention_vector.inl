@@ -3,11 +3,6 @@
 
 constexpr int kUnpackRows = 32;  // from here on a tile is turned into f32 once instead of at each use
 
-template <int N>
-struct Constant {
-  static constexpr int value = N;
-};
-
 // Calls f(begin, Constant<number of rows>) for blocks of at most kMaxRows rows, as equal as may be.
 template <class F>
 inline void for_each_row_block(int num_rows, F&& f) {

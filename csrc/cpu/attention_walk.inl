@@ -13,6 +13,12 @@
 //
 // where `head` counts from the task's first KV head and `states` are the records of that head's rows.
 
+// A number as a type, for generic lambdas.
+template <int N>
+struct Constant {
+  static constexpr int value = N;
+};
+
 // How many keys the query token at `position` sees: those at positions 0 .. visible_keys - 1.
 inline int visible_keys(const AttentionParams& p, int32_t seq, int32_t position) {
   const int32_t seq_len = p.tables.seq_lens[seq];

@@ -9,11 +9,18 @@
 #if defined(PAGED_OPS_X86_KERNELS)
 #include <cpuid.h>
 #endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace paged_ops::cpu {
 
 // Each is the whole of a translation unit with compile flags of its own (isa_*.cpp).
 #if defined(PAGED_OPS_X86_KERNELS)
+namespace amx {
+void add_to(Kernels& kernels);  // AVX-512's, where tiles do better
+}
 namespace avx512 {
 extern const Kernels kernels;
 }
@@ -32,7 +39,18 @@ namespace {
 struct Features {
   bool avx2 = false;    // with FMA and F16C
   bool avx512 = false;  // F, BW, DQ, VL
+  bool amx = false;     // AMX-TILE, AMX-BF16 and AVX512-BF16
 };
+
+// Tile registers are large: Linux saves them only for processes that have asked.
+bool may_use_tiles() {
+#if defined(__linux__) && defined(SYS_arch_prctl)
+  constexpr int kRequestPermission = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  return syscall(SYS_arch_prctl, kRequestPermission, kTileData) == 0;
+#else
+  return false;
+#endif
+}
 
 // An instruction set counts when the CPU has it (CPUID) and the system saves its registers (XCR0).
 Features features() {
@@ -47,6 +65,8 @@ Features features() {
   found.avx2 = fma_f16c && has(ebx, 5) && (xcr0 & 0x06) == 0x06;
   found.avx512 =
       found.avx2 && has(ebx, 16) && has(ebx, 17) && has(ebx, 30) && has(ebx, 31) && (xcr0 & 0xe6) == 0xe6;
+  const bool tiles = found.avx512 && has(edx, 22) && has(edx, 24) && (xcr0 & 0x60000) == 0x60000;
+  found.amx = tiles && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && has(eax, 5) && may_use_tiles();
   return found;
 }
 
@@ -62,8 +82,13 @@ const std::vector<Entry>& table() {
   static const std::vector<Entry> entries = [] {
 #if defined(PAGED_OPS_X86_KERNELS)
     const Features found = features();
-    // AMX belongs above avx512: same vocabulary, with products of tiles beside those of vectors.
-    return std::vector<Entry>{{"avx512", &avx512::kernels, found.avx512},
+    static const Kernels amx_kernels = [] {
+      Kernels kernels = avx512::kernels;
+      amx::add_to(kernels);
+      return kernels;
+    }();
+    return std::vector<Entry>{{"amx", &amx_kernels, found.amx},
+                              {"avx512", &avx512::kernels, found.avx512},
                               {"avx2", &avx2::kernels, found.avx2},
                               {"scalar", &scalar::kernels, true}};
 #else

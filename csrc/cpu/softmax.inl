@@ -1,8 +1,10 @@
 // Online softmax (Milakov and Gimelshein 2018, arXiv:1805.02867) and the fold of chunks' states.
 // Included inside the namespace of one instruction set, after its vector vocabulary.
 //
-// A row's state, laid out as kernels.h says: the greatest base-2 logit so far (-inf of none), the sum of
-// weights 2^(logit - greatest), and the sums of weighted values in pair order, not normalised.
+// A row's state, laid out as kernels.h says: the base-2 logit that weights are measured from (-inf of none),
+// the sum of weights 2^(logit - reference) as they met the values, the same sum before they were rounded for
+// that (where they were not, the two are equal), and the sums of weighted values in pair order, not
+// normalised.
 
 constexpr float kInfinity = __builtin_inff();
 constexpr float kLog2E = 1.44269504f;
@@ -38,7 +40,7 @@ inline float take_scores(float* scores, int num_tokens, float scale, float* stat
   }
   const float decay = exp2_of(before - reference);
   state[0] = now;
-  state[1] = state[1] * decay + sum(total);
+  state[1] = state[2] = state[1] * decay + sum(total);
   return decay;
 }
 
@@ -49,6 +51,7 @@ inline void fold_state(float* state, const float* later, int64_t num_floats) {
   const float a = exp2_of(state[0] - reference), b = exp2_of(later[0] - reference);
   state[0] = now;
   state[1] = state[1] * a + later[1] * b;
+  state[2] = state[2] * a + later[2] * b;
   for (int64_t i = kStateHeader; i < num_floats; i += kLanes)
     store(state + i, fma(load(state + i), broadcast(a), mul(load(later + i), broadcast(b))));
 }
@@ -68,5 +71,5 @@ void finish_row(const float* state, int dim, T* out, float* lse) {
       store_pair(out + i, y);
     }
   }
-  if (lse) *lse = empty ? -kInfinity : float(double(state[0]) * kLn2 + __builtin_log(double(total)));
+  if (lse) *lse = empty ? -kInfinity : float(double(state[0]) * kLn2 + __builtin_log(double(state[2])));
 }

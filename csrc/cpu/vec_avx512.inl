@@ -118,11 +118,11 @@ inline Pair load_pair(const f16* x, int n) { return widen_f16(load32(x, n)); }
 inline void store_pair(f16* x, Pair y) { _mm512_storeu_si512(x, narrow_f16(y)); }
 inline void store_pair(f16* x, Pair y, int n) { _mm512_mask_storeu_epi16(x, first_lanes(n), narrow_f16(y)); }
 
-// A bf16 pair holds the even elements in `a` and the odd ones in `b`: each is one instruction away from
-// 32-bit words of two elements.
+// A bf16 pair holds the lower halves of the four quarters in `a` and the upper ones in `b`: what unpacking
+// gives, and what packing takes.
 inline Pair split_bf16(__m512i x) {
-  return {_mm512_castsi512_ps(_mm512_slli_epi32(x, 16)),
-          _mm512_castsi512_ps(_mm512_and_si512(x, _mm512_set1_epi32(int(0xffff0000))))};
+  return {_mm512_castsi512_ps(_mm512_unpacklo_epi16(_mm512_setzero_si512(), x)),
+          _mm512_castsi512_ps(_mm512_unpackhi_epi16(_mm512_setzero_si512(), x))};
 }
 // To the nearest bf16 (ties to even, NaN quiet), in the upper half of each 32-bit word; the lower is waste.
 inline __m512i round_bf16(Vec x) {
@@ -133,7 +133,7 @@ inline __m512i round_bf16(Vec x) {
                               _mm512_set1_epi32(0x400000));
 }
 inline __m512i join_bf16(Pair x) {
-  return _mm512_mask_mov_epi16(_mm512_srli_epi32(round_bf16(x.a), 16), 0xaaaaaaaa, round_bf16(x.b));
+  return _mm512_packus_epi32(_mm512_srli_epi32(round_bf16(x.a), 16), _mm512_srli_epi32(round_bf16(x.b), 16));
 }
 inline Pair load_pair(const bf16* x) { return split_bf16(load32(x)); }
 inline Pair load_pair(const bf16* x, int n) { return split_bf16(load32(x, n)); }

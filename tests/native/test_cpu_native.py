@@ -16,10 +16,13 @@ CSRC = HERE.parent.parent / "csrc"
 X86 = platform.machine() in ("x86_64", "AMD64")
 
 # What CMakeLists.txt gives to each.
+AVX2 = ["-mavx2", "-mfma", "-mf16c"]
+AVX512 = ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", *AVX2]
 ISA_FLAGS = {
     "isa_scalar": [],
-    "isa_avx2": ["-mavx2", "-mfma", "-mf16c"],
-    "isa_avx512": ["-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mavx2", "-mfma", "-mf16c"],
+    "isa_avx2": AVX2,
+    "isa_avx512": AVX512,
+    "isa_amx": [*AVX512, "-mavx512bf16"],
 }
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
@@ -115,7 +118,7 @@ def test_as_many_threads_as_cpus_allowed(driver: Path) -> None:
 
 
 @pytest.mark.skipif(not X86, reason="other machines have one instruction set")
-@pytest.mark.parametrize("name", ["isa_avx2", "isa_avx512"])
+@pytest.mark.parametrize("name", ["isa_avx2", "isa_avx512", "isa_amx"])
 def test_nothing_shared_is_compiled_for_one_instruction_set(name: str, tmp_path: Path) -> None:
     """The linker keeps one of the weak symbols of a name: a shared inline function or template that is
     compiled here too might then run AVX code on a machine without it. Unoptimised, none hides by inlining."""

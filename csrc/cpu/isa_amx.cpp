@@ -1,0 +1,32 @@
+// Kernels for AMX-BF16 beside AVX-512 and its bf16 instructions: attention of bf16. What tiles do not serve
+// is the table of AVX-512. Flags: those of isa_avx512.cpp and -mavx512bf16. Nothing here may call an
+// inline function or template of a shared header: see kernels.h.
+#include "cpu/kernels.h"
+
+#if defined(PAGED_OPS_X86_KERNELS)
+#pragma GCC diagnostic ignored "-Wuninitialized"  // GCC 12 about its own _mm512_undefined_*
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
+#include <immintrin.h>
+#include <string.h>
+
+#include "core/dtype.h"
+
+namespace paged_ops::cpu::amx {
+// clang-format off: each needs those before it
+#include "cpu/exp2_constants.inl"
+#include "cpu/vec_avx512.inl"
+#include "cpu/page_walk.inl"
+#include "cpu/softmax.inl"
+#include "cpu/attention_walk.inl"
+#include "cpu/tiles_amx.inl"
+#include "cpu/attention_amx.inl"
+// clang-format on
+
+void add_to(Kernels& kernels) {
+  constexpr int kBf16 = int(DType::bf16);
+  kernels.attend[kBf16] = attend<AmxProducts>;
+  kernels.attend_scratch_nbytes[kBf16] = attend_scratch_nbytes<AmxProducts>;
+  kernels.fold[kBf16] = fold<bf16>;
+}
+}  // namespace paged_ops::cpu::amx
+#endif
