@@ -82,12 +82,24 @@ class CMakeBuild(build_ext):
             f"-DPAGED_OPS_EMULATED={'ON' if EMULATED else 'OFF'}",
             f"-DPAGED_OPS_SANITIZE={os.environ.get('PAGED_OPS_SANITIZE', '')}",
         ]
-        if shutil.which("ninja"):
-            options.append("-GNinja")
+        if ninja := shutil.which("ninja"):
+            # By its path: the folder may have been configured with the ninja of an environment that is gone.
+            options += ["-GNinja", f"-DCMAKE_MAKE_PROGRAM={ninja}"]
         jobs = os.environ.get("CMAKE_BUILD_PARALLEL_LEVEL", str(len(os.sched_getaffinity(0))))
         subprocess.run(["cmake", str(ROOT), *options], cwd=build, env=environment, check=True)
         subprocess.run(["cmake", "--build", ".", "--parallel", jobs], cwd=build, env=environment, check=True)
         subprocess.run(["cmake", "--install", "."], cwd=build, env=environment, check=True)
+
+    def copy_extensions_to_source(self) -> None:
+        # A file that a running process has mapped must not be written over: it is unlinked first.
+        for extension in self.extensions:
+            Path(
+                self.get_finalized_command("build_py").get_package_dir(""), *self._file_of(extension)
+            ).unlink(missing_ok=True)
+        super().copy_extensions_to_source()
+
+    def _file_of(self, extension: Extension) -> tuple[str, ...]:
+        return Path(self.get_ext_filename(extension.name)).parts
 
 
 modules = ["paged_ops._native"] + ["paged_ops._emulated"] * EMULATED

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import importlib.util
 import platform
+import sys
 
 import paged_ops
 from paged_ops import _native
@@ -28,10 +29,21 @@ def _libraries() -> str:
     return ", ".join(found)
 
 
-def main() -> None:
-    """Print one line per fact."""
+def main() -> int:
+    """Print one line per fact; returns the exit code, 2 where the environment asks for what cannot be."""
+    try:
+        facts = _facts()
+    except ValueError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    for name, fact in facts.items():
+        print(f"{name:<10} {fact}")
+    return 0
+
+
+def _facts() -> dict[str, str]:
     isas = ", ".join(f"{isa} (in use)" if isa == _native.cpu_isa() else isa for isa in _native.cpu_isas())
-    facts = {
+    return {
         "paged_ops": f"{paged_ops.__version__}, Python {platform.python_version()}, {platform.machine()}",
         "cpu": f"{isas}; {paged_ops.get_num_threads()} threads",
         "cuda": _cuda(),
@@ -40,9 +52,7 @@ def main() -> None:
         else "not built (for tests only)",
         "libraries": _libraries(),
     }
-    for name, fact in facts.items():
-        print(f"{name:<10} {fact}")
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

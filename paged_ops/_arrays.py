@@ -54,6 +54,14 @@ def empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
     )
 
 
+def count_writes(tensors: list[Any]) -> None:
+    """Bump the version counters of torch tensors that an op has written, where torch keeps them."""
+    torch = sys.modules["torch"]
+    tracked = [tensor for tensor in tensors if not tensor.is_inference()]
+    if tracked:
+        torch.autograd.graph.increment_version(tracked)
+
+
 def dlpack_capsule(array: Any) -> Any:
     """The array's DLPack capsule, without a synchronisation and without a copy."""
     # -1 asks a CUDA producer not to synchronise: work is issued on its own current stream.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import Any
 
+from paged_ops import _main_interpreter as _main_interpreter
 from paged_ops import _native
 
 # `paged_ops.testing.use_backend` replaces it; nothing else does.

@@ -162,11 +162,33 @@ _TABLE: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     ),
 )
 
+
+def _without_gradient(name: str) -> Callable[..., Any]:
+    """What autograd runs: refuses tensors that require a gradient, as the native module does."""
+    op = getattr(torch.ops.paged_ops, name).default
+    names = [argument.name for argument in op._schema.arguments]
+
+    def run(*values: Any) -> Any:
+        if torch.is_grad_enabled():
+            for argument, value in zip(names, values, strict=False):
+                for tensor in value if isinstance(value, (list, tuple)) else (value,):
+                    if isinstance(tensor, torch.Tensor) and tensor.requires_grad:
+                        raise ValueError(
+                            f"{argument}: requires a gradient, and the ops have no backward; "
+                            "detach it or call under torch.no_grad()"
+                        )
+        with torch._C._AutoDispatchBelowAutograd():
+            return op(*values)
+
+    return run
+
+
 for _schema, _run, _fake in _TABLE:
     _name = _schema.partition("(")[0]
     _LIBRARY.define(_schema)
     _LIBRARY.impl(_name, _run, "CPU")
     _LIBRARY.impl(_name, _run, "CUDA")
+    _LIBRARY.impl(_name, _without_gradient(_name), "Autograd")
     torch.library.register_fake(f"paged_ops::{_name}", _fake, lib=_LIBRARY)
 
 
@@ -282,5 +304,14 @@ class _TracedOps:
         return key, value, cu_seqlens
 
 
+def _tracing() -> bool:
+    """Whether somebody records ops instead of only running them: dynamo, a dispatch mode, torch.jit.trace."""
+    return (
+        torch.compiler.is_compiling()
+        or torch._C._len_torch_dispatch_stack() > 0
+        or torch._C._get_tracing_state() is not None
+    )
+
+
 ops._torch_ops = _TracedOps
-ops._compiling = torch.compiler.is_compiling
+ops._compiling = _tracing

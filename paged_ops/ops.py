@@ -20,6 +20,7 @@ outside the caches through a slot out of range, but results that depend on a wro
 from __future__ import annotations
 
 from collections.abc import Sequence
+from numbers import Integral
 from typing import Any, NamedTuple
 
 from paged_ops import _arrays, _backend
@@ -32,6 +33,21 @@ def _compiling() -> bool:
 
 # The ops as torch.library knows them, for traces; set by `paged_ops._torch`.
 _torch_ops: Any = None
+
+
+def _flag(name: str, value: Any) -> bool:
+    """A bool as it came; anything else, None above all, is not taken for one."""
+    if type(value).__name__ in ("bool", "bool_"):  # Python's and NumPy's
+        return bool(value)
+    raise TypeError(f"{name}: is {value!r}, wanted True or False")
+
+
+def _count(name: str, value: Any) -> int:
+    if isinstance(value, bool) or not isinstance(value, Integral):
+        raise TypeError(f"{name}: is {value!r}, wanted an integer")
+    if abs(int(value)) >= 1 << 63:
+        raise ValueError(f"{name}: is {value}, wanted less than 2^63")
+    return int(value)
 
 
 def paged_attention_decode(
@@ -88,6 +104,10 @@ def paged_attention_decode(
         )
     if check is None:
         check = _backend.check_by_default
+    elif check is not True and check is not False:
+        check = _flag("check", check)
+    if return_lse is not True and return_lse is not False:
+        return_lse = _flag("return_lse", return_lse)
     return _backend.module.attention(
         query,
         key_cache,
@@ -160,6 +180,12 @@ def paged_attention(
         )
     if check is None:
         check = _backend.check_by_default
+    elif check is not True and check is not False:
+        check = _flag("check", check)
+    if causal is not True and causal is not False:
+        causal = _flag("causal", causal)
+    if return_lse is not True and return_lse is not False:
+        return_lse = _flag("return_lse", return_lse)
     return _backend.module.attention(
         query,
         key_cache,
@@ -219,6 +245,8 @@ def write_kv_cache(
         return _torch_ops.write(key, value, key_cache, value_cache, slot_mapping, check)
     if check is None:
         check = _backend.check_by_default
+    elif check is not True and check is not False:
+        check = _flag("check", check)
     _backend.module.write_kv_cache(key, value, key_cache, value_cache, slot_mapping, check)
     return None
 
@@ -240,6 +268,8 @@ def copy_blocks(caches: Any, block_pairs: Any, *, check: bool | None = None) -> 
         return _torch_ops.copy(list(caches), block_pairs, check)
     if check is None:
         check = _backend.check_by_default
+    elif check is not True and check is not False:
+        check = _flag("check", check)
     _backend.module.copy_blocks(caches, block_pairs, check)
     return None
 
@@ -293,6 +323,10 @@ def gather_kv_cache(
         )
     if check is None:
         check = _backend.check_by_default
+    elif check is not True and check is not False:
+        check = _flag("check", check)
+    if num_tokens is not None:
+        num_tokens = _count("num_tokens", num_tokens)
     return _backend.module.gather_kv_cache(
         key_cache, value_cache, block_tables, seq_lens, key, value, num_tokens, check
     )
@@ -319,14 +353,14 @@ def workspace_size(
     return int(
         _backend.module.attention_workspace_nbytes(
             str(device).partition(":")[0],
-            num_seqs if num_tokens is None else num_tokens,
-            num_seqs,
-            max_blocks_per_seq,
-            block_size,
-            num_q_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim if value_head_dim is None else value_head_dim,
+            _count("num_tokens", num_seqs if num_tokens is None else num_tokens),
+            _count("num_seqs", num_seqs),
+            _count("max_blocks_per_seq", max_blocks_per_seq),
+            _count("block_size", block_size),
+            _count("num_q_heads", num_q_heads),
+            _count("num_kv_heads", num_kv_heads),
+            _count("head_dim", head_dim),
+            _count("value_head_dim", head_dim if value_head_dim is None else value_head_dim),
             _arrays.dtype_name(dtype),
             num_tokens is None,
         )
@@ -354,15 +388,18 @@ def supports(
     cache_dtype: Any = None,
 ) -> Support:
     """Whether the ops take this combination, by the predicate that each call asks. Same on every backend."""
+    counts = {
+        "num_q_heads": num_q_heads,
+        "num_kv_heads": num_kv_heads,
+        "head_dim": head_dim,
+        "value_head_dim": head_dim if value_head_dim is None else value_head_dim,
+        "block_size": block_size,
+    }
     try:
         reason = _backend.module.refusal(
             _arrays.dtype_name(dtype),
             _arrays.dtype_name(dtype if cache_dtype is None else cache_dtype),
-            num_q_heads,
-            num_kv_heads,
-            head_dim,
-            head_dim if value_head_dim is None else value_head_dim,
-            block_size,
+            *(_count(name, value) for name, value in counts.items()),
         )
     except TypeError as error:
         reason = str(error)

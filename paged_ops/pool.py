@@ -6,6 +6,7 @@ import mmap
 import sys
 from dataclasses import dataclass
 from math import prod
+from numbers import Integral
 from typing import Any, Literal
 
 import numpy as np
@@ -17,7 +18,7 @@ Layout = Literal["NHD", "HND"]
 _HUGE_PAGE_NBYTES = 2 << 20
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class KVPool:
     """The KV cache of all layers, block-major: everything of a block lies in one contiguous piece.
 
@@ -39,6 +40,8 @@ class KVPool:
         return self._view(layer, 1)
 
     def _view(self, layer: int, which: int) -> Any:
+        if not isinstance(layer, Integral) or isinstance(layer, bool):
+            raise TypeError(f"layer: is {layer!r}, wanted an integer")
         if not 0 <= layer < self.num_layers:
             raise ValueError(f"layer: is {layer}, wanted 0 to {self.num_layers - 1}")
         view = self.tensor[:, layer, which]
@@ -105,10 +108,14 @@ def allocate_kv_pool(
         "head_dim": head_dim,
     }
     for name, extent in extents.items():
+        if not isinstance(extent, Integral) or isinstance(extent, bool):
+            raise TypeError(f"{name}: is {extent!r}, wanted an integer")
         if extent < 1:
             raise ValueError(f"{name}: is {extent}, wanted at least 1")
     if layout not in ("NHD", "HND"):
         raise ValueError(f"layout: is {layout!r}, wanted 'NHD' or 'HND'")
+    if dtype is None:
+        raise TypeError("dtype: is None, wanted one of float32, float16, bfloat16")
     dtype_name = _arrays.dtype_name(dtype)
     if dtype_name not in ("float32", "float16", "bfloat16"):
         raise TypeError(f"dtype: is {dtype_name}, wanted one of float32, float16, bfloat16")
@@ -124,6 +131,8 @@ def allocate_kv_pool(
 
         torch_dtype = getattr(torch, dtype_name)
         if device_type == "cuda":
+            if not torch.cuda.is_available():
+                raise ValueError(f"device: is {str(device)!r}, and torch finds no CUDA device here")
             return KVPool(torch.zeros(shape, dtype=torch_dtype, device=device), layout)
         buffer, offset = _huge_page_buffer(prod(shape) * torch_dtype.itemsize)
         flat = torch.frombuffer(buffer, dtype=torch_dtype, count=prod(shape), offset=offset)
@@ -154,7 +163,10 @@ def _framework_of(dtype: Any, device: Any, device_type: str) -> str:
 def _huge_page_buffer(nbytes: int) -> tuple[mmap.mmap, int]:
     """Zeroed memory and the offset in it of the first huge-page boundary. Freed with its last view."""
     # Private, not Python's default: shared anonymous memory is shmem, which the kernel gives no huge pages.
-    buffer = mmap.mmap(-1, nbytes + _HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        buffer = mmap.mmap(-1, nbytes + _HUGE_PAGE_NBYTES, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except (OSError, OverflowError, ValueError) as error:
+        raise MemoryError(f"a pool of {nbytes / 2**30:.1f} GiB does not fit into memory ({error})") from None
     if hasattr(mmap, "MADV_HUGEPAGE"):
         try:
             buffer.madvise(mmap.MADV_HUGEPAGE)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from numbers import Integral
+
 from paged_ops import _native
 
 
@@ -12,4 +14,6 @@ def get_num_threads() -> int:
 
 def set_num_threads(num_threads: int) -> None:
     """Set the number of threads of the CPU ops; ``PAGED_OPS_NUM_THREADS`` sets the first value."""
-    _native.set_num_threads(num_threads)
+    if not isinstance(num_threads, Integral) or isinstance(num_threads, bool):
+        raise TypeError(f"num_threads: is {num_threads!r}, wanted an integer")
+    _native.set_num_threads(int(num_threads))

@@ -28,7 +28,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # the reader of our output, such as `head`, has gone
         sys.stderr.close()
         return 0
-    except (ValueError, OSError, ImportError) as error:
+    except ModuleNotFoundError as error:
+        print(f"error: {error}; the engine needs: pip install 'paged_ops[engine]'", file=sys.stderr)
+        return EXIT_USAGE
+    except (ValueError, OSError, ImportError, MemoryError) as error:
         print(f"error: {error}", file=sys.stderr)
         return EXIT_USAGE
 

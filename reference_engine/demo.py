@@ -42,9 +42,15 @@ def company() -> list[Talk]:
     ]
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """The reader has gone: the command line knows what that means, rich would exit with 1."""
+        raise BrokenPipeError
+
+
 def run_demo(model_name: str = "smollm2", *, max_tokens: int = 96, num_blocks: int = 40) -> int:
     """Run the demo on standard output; returns the exit code."""
-    console = Console(highlight=False)
+    console = _Console(highlight=False)
     started = time.monotonic()
     with console.status(f"Loading {model_name}") if console.is_terminal else contextlib.nullcontext():
         model = load_model(model_name)
@@ -71,7 +77,8 @@ def run_demo(model_name: str = "smollm2", *, max_tokens: int = 96, num_blocks: i
     for talk in talks:
         if view.on_screen or not talk.turns or not talk.is_over:
             view.transcript(talk)
-    view.close()
+    if any(talk.turns for talk in talks):
+        view.close()
     if interrupted.is_set():
         return EXIT_INTERRUPTED
     return EXIT_USAGE if any(talk.refusal for talk in talks) else 0

@@ -96,14 +96,13 @@ class Engine:
         self.model, self.tokenizer = model, model.tokenizer
         heads = shape.num_layers * 2 * shape.num_kv_heads
         self.nbytes_per_token = heads * shape.head_dim * decoder.dtype.itemsize
+        if block_size < 1:
+            raise ValueError(f"block_size: got {block_size}, wanted at least 1")
         if num_blocks is None:
             num_blocks = max(1, DEFAULT_POOL_NBYTES // (self.nbytes_per_token * block_size))
         limit = shape.max_positions if max_model_len is None else max_model_len
         if limit > shape.max_positions:
             raise ValueError(f"max_model_len: got {limit}, the model has {shape.max_positions} positions")
-        self.scheduler = Scheduler(
-            SchedulerConfig(num_blocks, block_size, limit, max_step_tokens, max_step_seqs, prefix_caching)
-        )
         pool = paged_ops.allocate_kv_pool(
             num_blocks,
             block_size,
@@ -112,6 +111,9 @@ class Engine:
             shape.head_dim,
             dtype=decoder.dtype,
             device=decoder.device,
+        )
+        self.scheduler = Scheduler(
+            SchedulerConfig(num_blocks, block_size, limit, max_step_tokens, max_step_seqs, prefix_caching)
         )
         self.runner = Runner(decoder, pool, ops)
         self.accounting = Accounting()

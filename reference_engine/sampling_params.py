@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from typing import Any
 
+MAX_SAMPLES = 1024  # of one request: what one prompt may ask of memory and time
 _MAX_SEED = 2**64 - 1
 
 
@@ -30,7 +31,7 @@ class SamplingParams:
         stop: strings that end the text; the text is cut before the first of them. One string, or several.
         stop_token_ids: token ids that end generation, besides the model's own end-of-sequence ids.
         ignore_eos: go on after the model's end-of-sequence ids (`stop` and `stop_token_ids` still count).
-        n: number of samples drawn from the one prompt, each with its own random numbers.
+        n: number of samples drawn from the one prompt, each with its own random numbers; at most MAX_SAMPLES.
         logprobs: also report each chosen token's natural-log probability under the model's own distribution,
             before temperature and truncation.
 
@@ -62,7 +63,7 @@ class SamplingParams:
 
         self._set("top_k", _integer("top_k", self.top_k, minimum=0))
         self._set("max_tokens", _integer("max_tokens", self.max_tokens, minimum=1))
-        self._set("n", _integer("n", self.n, minimum=1))
+        self._set("n", _integer("n", self.n, minimum=1, maximum=MAX_SAMPLES))
         if self.seed is not None:
             self._set("seed", _integer("seed", self.seed, minimum=0, maximum=_MAX_SEED))
 

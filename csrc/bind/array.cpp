@@ -3,6 +3,7 @@
 
 #include <pybind11/stl.h>
 
+#include <algorithm>
 #include <array>
 
 namespace paged_ops::bind {
@@ -38,7 +39,7 @@ const KnownType* known_type(PyTypeObject* type) {
   KnownType entry{type, exchange_api_of(type)};
   if (!entry.api) return nullptr;
   entry.has_autograd = py::hasattr(reinterpret_cast<PyObject*>(type), "requires_grad");
-  PAGED_OPS_REQUIRE(count < known.size(), "more than ", known.size(), " tensor types in one process");
+  if (count == known.size()) return nullptr;  // somebody makes types as they go: by their capsules, then
   Py_INCREF(type);
   known[count] = entry;
   return &known[count++];
@@ -47,12 +48,11 @@ const KnownType* known_type(PyTypeObject* type) {
 dlpack::DataType numpy_type(py::handle object) {
   const py::dtype dtype = py::reinterpret_borrow<py::array>(object).dtype();
   const auto bits = uint8_t(dtype.itemsize() * 8);
-  if (dtype.attr("isnative").cast<bool>()) {
+  if (bits / 8 == dtype.itemsize() && dtype.attr("isnative").cast<bool>()) {
     switch (dtype.kind()) {
       case 'i': return {dlpack::kInt, bits, 1};
       case 'u': return {dlpack::kUInt, bits, 1};
       case 'f': return {dlpack::kFloat, bits, 1};
-      case 'c': return {dlpack::kComplex, bits, 1};
       case 'b': return {dlpack::kBool, bits, 1};
       default:
         if (dtype.attr("name").cast<std::string>() == "bfloat16") return {dlpack::kBfloat, 16, 1};
@@ -80,6 +80,7 @@ dlpack::DataType numpy_type_cached(py::handle object) {
 
 // The framework refused (a meta tensor, a sparse one): its reason, less the traceback below it.
 [[noreturn]] void fail_to_read(const char* name, const py::error_already_set& error) {
+  if (!error.matches(PyExc_Exception)) throw error;  // Ctrl-C, not a reason
   const std::string reason = error.what();
   fail(name, ": its memory cannot be had: ", reason.substr(0, reason.find('\n')));
 }
@@ -124,6 +125,8 @@ void Array::view(const dlpack::Tensor& tensor) {
   ndim_ = tensor.ndim;
   type_ = tensor.dtype;
   device_ = tensor.device;
+  if (type_.bits % 8 != 0 || type_.code == dlpack::kComplex)
+    fail<TypeError>(name_, ": dtype is ", dtype_name(), ", which no op takes");
   int64_t dense = 1;
   for (int i = ndim_ - 1; i >= 0; i--) {
     shape_[i] = tensor.shape[i];
@@ -167,14 +170,15 @@ void Array::view_capsule(py::handle object) {
   if (PyCapsule_IsValid(capsule.ptr(), "dltensor_versioned")) {
     managed_versioned_ = static_cast<dlpack::ManagedTensorVersioned*>(
         PyCapsule_GetPointer(capsule.ptr(), "dltensor_versioned"));
+    PyCapsule_SetName(capsule.ptr(), "used_dltensor_versioned");  // from here on it is ours to delete
     PAGED_OPS_REQUIRE(managed_versioned_->version.major == 1, name_, ": its __dlpack__ speaks version ",
                       managed_versioned_->version.major, " of DLPack, wanted 1");
-    PyCapsule_SetName(capsule.ptr(), "used_dltensor_versioned");
     readonly_ = managed_versioned_->flags & dlpack::kFlagReadOnly;
     view(managed_versioned_->tensor);
   } else {
+    PAGED_OPS_REQUIRE(PyCapsule_IsValid(capsule.ptr(), "dltensor"), name_, ": its __dlpack__ gave ",
+                      py::repr(capsule).cast<std::string>(), ", wanted a new DLPack capsule");
     managed_ = static_cast<dlpack::ManagedTensor*>(PyCapsule_GetPointer(capsule.ptr(), "dltensor"));
-    if (!managed_) throw py::error_already_set();
     PyCapsule_SetName(capsule.ptr(), "used_dltensor");
     view(managed_->tensor);
   }
@@ -301,12 +305,60 @@ const char* Array::end() const {
   return begin() + (last + 1) * itemsize();
 }
 
-void Array::require_no_overlap(const Array& other) const {
-  PAGED_OPS_REQUIRE(end() <= other.begin() || other.end() <= begin(), name_, ": shares memory with ",
-                    other.name_, ", which the op reads while it writes");
+namespace {
+
+// A dimension, in bytes.
+struct Dim {
+  int64_t stride, extent;
+};
+
+// Bytes from the first to one past the last that the dimensions from `level` on touch.
+int64_t span_of(const std::vector<Dim>& dims, size_t level) {
+  int64_t span = 1;
+  for (size_t i = level; i < dims.size(); i++) span += dims[i].stride * (dims[i].extent - 1);
+  return span;
 }
 
-void require_no_gradient(std::initializer_list<const Array*> arrays) {
+// Whether two views that begin `delta` bytes apart touch no byte in common, as far as can be told: by their
+// ranges, or because both step at one stride and their steps lie side by side (heads of one tensor, K and V
+// of one pool). Dimensions are sorted, the largest stride first.
+bool lie_apart(const std::vector<Dim>& a, const std::vector<Dim>& b, size_t level, int64_t delta) {
+  if (delta >= span_of(a, level) || -delta >= span_of(b, level)) return true;
+  if (level >= a.size() || level >= b.size() || a[level].stride != b[level].stride) return false;
+  const int64_t stride = a[level].stride;
+  if (stride == 0 || span_of(a, level + 1) > stride || span_of(b, level + 1) > stride) return false;
+  const int64_t after = (delta % stride + stride) % stride;
+  return lie_apart(a, b, level + 1, after) && lie_apart(a, b, level + 1, after - stride);
+}
+
+std::vector<Dim> dims_of(const Array& array) {
+  std::vector<Dim> dims{{1, array.itemsize()}};
+  for (int i = 0; i < array.ndim(); i++)
+    if (array.shape(i) > 1) dims.push_back({array.stride_nbytes(i), array.shape(i)});
+  std::stable_sort(dims.begin(), dims.end(), [](Dim x, Dim y) { return x.stride > y.stride; });
+  return dims;
+}
+
+}  // namespace
+
+void Array::require_no_overlap(const Array& other) const {
+  if (end() <= other.begin() || other.end() <= begin()) return;
+  if (size() == 0 || other.size() == 0) return;
+  PAGED_OPS_REQUIRE(lie_apart(dims_of(*this), dims_of(other), 0, other.begin() - begin()), name_,
+                    ": shares memory with ", other.name_, ", wanted memory of its own");
+}
+
+void require_apart(std::initializer_list<const Array*> outputs, std::initializer_list<const Array*> inputs) {
+  for (const Array* const* i = outputs.begin(); i != outputs.end(); i++) {
+    if (!*i) continue;
+    for (const Array* const* j = outputs.begin(); j != i; j++)
+      if (*j) (*i)->require_no_overlap(**j);
+    for (const Array* input : inputs)
+      if (input) (*i)->require_no_overlap(*input);
+  }
+}
+
+bool require_no_gradient(std::initializer_list<const Array*> arrays) {
   static PyObject* requires_grad = PyUnicode_InternFromString("requires_grad");
   static PyObject* is_grad_enabled = nullptr;
   const auto is_true = [](PyObject* value) {
@@ -320,13 +372,21 @@ void require_no_gradient(std::initializer_list<const Array*> arrays) {
     if (!enabled) {
       if (!is_grad_enabled)
         is_grad_enabled = py::object(py::module_::import("torch").attr("is_grad_enabled")).release().ptr();
-      if (!is_true(PyObject_CallNoArgs(is_grad_enabled))) return;
+      if (!is_true(PyObject_CallNoArgs(is_grad_enabled))) return false;
       enabled = true;
     }
     PAGED_OPS_REQUIRE(
         !is_true(PyObject_GetAttr(array->object().ptr(), requires_grad)), array->name(),
         ": requires a gradient, and the ops have no backward; detach it or call under torch.no_grad()");
   }
+  return enabled;
+}
+
+void count_writes(std::initializer_list<const Array*> arrays) {
+  py::list written;
+  for (const Array* array : arrays)
+    if (array && array->has_autograd()) written.append(array->object());
+  if (py::len(written)) arrays_module().attr("count_writes")(written);
 }
 
 void* current_stream(const Array& array) {

@@ -25,9 +25,8 @@ class Array {
 
   // Reads `object` through the DLPack C exchange API of its type (torch >= 2.10), as a NumPy array,
   // or through a `__dlpack__` capsule (cupy, JAX, older torch), in this order. Raises TypeError when it
-  // is none of these, ValueError when an output is read-only or overlaps itself, or when a stride is
-  // negative. (A lazily negated or conjugated view of torch has the strides of a complex tensor's parts,
-  // which no op takes.)
+  // is none of these or complex (a conjugate may not have been carried out), ValueError when an output is
+  // read-only or overlaps itself, or when a stride is negative.
   Array(py::handle object, const char* name, Use use = Use::input);
   ~Array();
   Array(const Array&) = delete;
@@ -89,8 +88,16 @@ class Array {
 };
 
 // The ops have no backward: a result computed from a tensor that requires a gradient would silently drop
-// out of the graph, and is refused while gradients are recorded.
-void require_no_gradient(std::initializer_list<const Array*> arrays);
+// out of the graph, and is refused while gradients are recorded. Returns whether they are.
+bool require_no_gradient(std::initializer_list<const Array*> arrays);
+
+// What is written shares no memory with anything else: ids that change after their check, or inputs that
+// change while they are read, would do anything. Null entries count for nothing.
+void require_apart(std::initializer_list<const Array*> outputs, std::initializer_list<const Array*> inputs);
+
+// Tells autograd, while it records, that these were written in place, as torch's own ops do: a backward that
+// needs what they held before then says so.
+void count_writes(std::initializer_list<const Array*> arrays);
 
 // The caller's current stream on the array's device; null on the CPU.
 void* current_stream(const Array& array);

@@ -1,6 +1,8 @@
 // Binding of paged attention, decode and varlen.
 #include <cmath>
 #include <cstdint>
+#include <limits>
+#include <optional>
 
 #include "bind/call.h"
 #include "bind/ops.h"
@@ -18,10 +20,13 @@ float scale_or_default(py::handle scale, int head_dim) {
   if (scale.is_none()) return 1.0f / std::sqrt(float(head_dim));
   const double value = PyFloat_AsDouble(scale.ptr());
   if (value == -1.0 && PyErr_Occurred()) {
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
     PyErr_Clear();
     fail<TypeError>("scale: is a ", Py_TYPE(scale.ptr())->tp_name, ", wanted a number");
   }
-  PAGED_OPS_REQUIRE(std::isfinite(value), "scale: is ", value, ", wanted a finite number");
+  // Logits are taken to base 2: so much larger the factor becomes.
+  constexpr double kLargest = std::numeric_limits<float>::max() / 1.4427;
+  PAGED_OPS_REQUIRE(std::abs(value) < kLargest, "scale: is ", value, ", wanted a number below ", kLargest);
   return float(value);
 }
 
@@ -36,6 +41,8 @@ py::object attention(py::handle query_in, py::handle key_cache_in, py::handle va
   const Array value_cache(value_cache_in, "value_cache");
   const Array block_tables(block_tables_in, "block_tables");
   const Array seq_lens(seq_lens_in, "seq_lens");
+  // All views live to the end of the call: they hold the memory that a capsule lends.
+  std::optional<Array> cu_seqlens_q, lse, workspace;
 
   query.require_ndim(3, "[num_tokens, num_q_heads, head_dim]");
   query.require_last_contiguous();
@@ -58,13 +65,13 @@ py::object attention(py::handle query_in, py::handle key_cache_in, py::handle va
     query.require_shape(0, p.tables.num_seqs,
                         "num_seqs, as in block_tables: decode takes one token per sequence");
   } else {
-    const Array cu_seqlens_q(cu_seqlens_q_in, "cu_seqlens_q");
-    cu_seqlens_q.require_ndim(1, "[num_seqs + 1]");
-    cu_seqlens_q.require_dtype(DType::i32);
-    cu_seqlens_q.require_shape(0, int64_t(p.tables.num_seqs) + 1, "num_seqs + 1");
-    cu_seqlens_q.require_contiguous();
-    cu_seqlens_q.require_same_device(query);
-    p.cu_seqlens_q = static_cast<const int32_t*>(cu_seqlens_q.data());
+    cu_seqlens_q.emplace(cu_seqlens_q_in, "cu_seqlens_q");
+    cu_seqlens_q->require_ndim(1, "[num_seqs + 1]");
+    cu_seqlens_q->require_dtype(DType::i32);
+    cu_seqlens_q->require_shape(0, int64_t(p.tables.num_seqs) + 1, "num_seqs + 1");
+    cu_seqlens_q->require_contiguous();
+    cu_seqlens_q->require_same_device(query);
+    p.cu_seqlens_q = static_cast<const int32_t*>(cu_seqlens_q->data());
   }
 
   const Backend& backend = backend_for(query);
@@ -79,29 +86,23 @@ py::object attention(py::handle query_in, py::handle key_cache_in, py::handle va
   out.require_dtype(p.dtype);
   out.require_last_contiguous();
   out.require_same_device(query);
-  for (const Array* array : {&query, &key_cache, &value_cache, &block_tables, &seq_lens})
-    out.require_no_overlap(*array);
   p.out = out.data();
   p.out_stride_token = out.stride_nbytes(0);
   p.out_stride_head = out.stride_nbytes(1);
-
-  require_no_gradient({&query, &key_cache, &value_cache, &out});
 
   const Context context = context_for(query, check);
   py::object lse_object = std::move(lse_in);
   if (return_lse && lse_object.is_none())
     lse_object = empty_like(query, {p.num_tokens, p.num_q_heads}, "float32");
   if (!lse_object.is_none()) {
-    const Array lse(lse_object, "lse", Array::Use::output);
-    lse.require_ndim(2, "[num_tokens, num_q_heads]");
-    lse.require_shape(0, p.num_tokens, "num_tokens, as in query");
-    lse.require_shape(1, p.num_q_heads, "num_q_heads, as in query");
-    lse.require_dtype(DType::f32);
-    lse.require_contiguous();
-    lse.require_same_device(query);
-    lse.require_no_overlap(query);
-    lse.require_no_overlap(out);
-    p.lse = static_cast<float*>(lse.data());
+    lse.emplace(lse_object, "lse", Array::Use::output);
+    lse->require_ndim(2, "[num_tokens, num_q_heads]");
+    lse->require_shape(0, p.num_tokens, "num_tokens, as in query");
+    lse->require_shape(1, p.num_q_heads, "num_q_heads, as in query");
+    lse->require_dtype(DType::f32);
+    lse->require_contiguous();
+    lse->require_same_device(query);
+    p.lse = static_cast<float*>(lse->data());
   }
 
   py::object workspace_object = std::move(workspace_in);
@@ -110,16 +111,14 @@ py::object attention(py::handle query_in, py::handle key_cache_in, py::handle va
     if (workspace_object.is_none() && needed)
       workspace_object = empty_like(query, {int64_t(padded(needed))}, "uint8");
     if (!workspace_object.is_none()) {
-      const Array workspace(workspace_object, "workspace", Array::Use::output);
-      workspace.require_contiguous();
-      workspace.require_same_device(query);
-      const size_t nbytes = size_t(workspace.size()) * workspace.itemsize();
+      workspace.emplace(workspace_object, "workspace", Array::Use::output);
+      workspace->require_contiguous();
+      workspace->require_same_device(query);
+      const size_t nbytes = size_t(workspace->size()) * workspace->itemsize();
       PAGED_OPS_REQUIRE(nbytes >= padded(needed), "workspace: has ", nbytes, " bytes, wanted at least ",
                         padded(needed), " (see workspace_size())");
-      for (const Array* array : {&query, &key_cache, &value_cache, &out})
-        workspace.require_no_overlap(*array);
       if (needed) {
-        const auto address = reinterpret_cast<uintptr_t>(workspace.data());
+        const auto address = reinterpret_cast<uintptr_t>(workspace->data());
         const auto aligned = (address + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
         p.workspace = reinterpret_cast<void*>(aligned);
         p.workspace_nbytes = nbytes - (aligned - address);
@@ -127,10 +126,15 @@ py::object attention(py::handle query_in, py::handle key_cache_in, py::handle va
     }
   }
 
+  const bool recording = require_no_gradient({&query, &key_cache, &value_cache, &out, lse ? &*lse : &out});
+  const auto given = [](const std::optional<Array>& array) { return array ? &*array : nullptr; };
+  require_apart({&out, given(lse), given(workspace)},
+                {&query, &key_cache, &value_cache, &block_tables, &seq_lens, given(cu_seqlens_q)});
   if (p.num_tokens > 0) {
     py::gil_scoped_release no_gil;
     backend.attention(p, context);
   }
+  if (recording) count_writes({&out, given(lse)});
   if (return_lse) return py::make_tuple(out_object, lse_object);
   return out_object;
 }

@@ -84,18 +84,20 @@ void copy_blocks(const py::sequence& caches_in, py::handle block_pairs_in, bool 
     cache.require_same_device(first);
     require_no_gradient({&cache});
     cache.require_ndim(first.ndim(), "the same shape as caches[0]");
-    PAGED_OPS_REQUIRE(cache.itemsize() == first.itemsize(), "caches[", i, "]: dtype is ", cache.dtype_name(),
-                      ", wanted ", first.dtype_name(), " as caches[0]");
+    if (cache.dtype_name() != first.dtype_name())
+      fail<TypeError>("caches[", i, "]: dtype is ", cache.dtype_name(), ", wanted ", first.dtype_name(),
+                      " as caches[0]");
     for (int d = 0; d < first.ndim(); d++)
       PAGED_OPS_REQUIRE(
           cache.shape(d) == first.shape(d) && (cache.stride(d) == first.stride(d) || cache.shape(d) <= 1),
           "caches[", i, "]: shape ", cache.shape_text(), " or its strides differ from caches[0] ",
           first.shape_text());
   }
-  require_no_gradient({&first});
+  const bool recording = require_no_gradient({&first});
   const Array block_pairs(block_pairs_in, "block_pairs");
   const int64_t* pairs = pairs_of(block_pairs);
   block_pairs.require_same_device(first);
+  for (const auto& cache : caches) cache->require_no_overlap(block_pairs);
   const BlockCopyParams p{.caches = addresses.data(),
                           .num_caches = narrow(int64_t(addresses.size()), "the number of caches"),
                           .block = block_shapes<1>({&first})[0],
@@ -106,8 +108,12 @@ void copy_blocks(const py::sequence& caches_in, py::handle block_pairs_in, bool 
   const Backend& backend = backend_for(first);
   const Context context = context_for(first, check);
   if (p.num_pairs == 0 || first.size() == 0) return;
-  py::gil_scoped_release no_gil;
-  backend.block_copy(p, context);
+  {
+    py::gil_scoped_release no_gil;
+    backend.block_copy(p, context);
+  }
+  if (recording)
+    for (const auto& cache : caches) count_writes({cache.get()});
 }
 
 void swap_blocks(py::handle source_in, py::handle destination_in, py::handle block_pairs_in) {
@@ -121,7 +127,7 @@ void swap_blocks(py::handle source_in, py::handle destination_in, py::handle blo
   if (destination.dtype_name() != source.dtype_name())
     fail<TypeError>("destination: dtype is ", destination.dtype_name(), ", wanted ", source.dtype_name(),
                     " as source");
-  destination.require_no_overlap(source);
+  require_apart({&destination}, {&source, &block_pairs});
   const int64_t* pairs = pairs_of(block_pairs);
   PAGED_OPS_REQUIRE(!on_device(block_pairs), "block_pairs: is on ", block_pairs.device_name(),
                     ", wanted cpu: the copies are issued by the host");
@@ -139,12 +145,15 @@ void swap_blocks(py::handle source_in, py::handle destination_in, py::handle blo
                           .source_on_device = on_device(source),
                           .destination_on_device = on_device(destination)};
   const Array& device_side = on_device(destination) ? destination : source;
-  require_no_gradient({&source, &destination});
+  const bool recording = require_no_gradient({&source, &destination});
   const Backend& backend = backend_for(device_side);
   const Context context = context_for(device_side, true);
   if (p.num_pairs == 0 || source.size() == 0 || destination.size() == 0) return;
-  py::gil_scoped_release no_gil;
-  backend.block_swap(p, context);
+  {
+    py::gil_scoped_release no_gil;
+    backend.block_swap(p, context);
+  }
+  if (recording) count_writes({&destination});
 }
 
 }  // namespace paged_ops::bind

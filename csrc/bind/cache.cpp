@@ -38,8 +38,7 @@ void write_kv_cache(py::handle key_in, py::handle value_in, py::handle key_cache
   PAGED_OPS_REQUIRE(slot_mapping.shape(0) <= key.shape(0), "slot_mapping: shape is ",
                     slot_mapping.shape_text(), ", wanted at most the ", key.shape(0), " tokens of key");
   for (const Array* array : {&key, &value, &slot_mapping}) array->require_same_device(key_cache);
-  for (const Array* cache : {&key_cache, &value_cache})
-    for (const Array* array : {&key, &value, &slot_mapping}) cache->require_no_overlap(*array);
+  require_apart({&key_cache, &value_cache}, {&key, &value, &slot_mapping});
 
   p.key = key.data();
   p.value = value.data();
@@ -51,12 +50,15 @@ void write_kv_cache(py::handle key_in, py::handle value_in, py::handle key_cache
   p.num_tokens = narrow(slot_mapping.shape(0), "num_tokens of slot_mapping");
   p.dtype = p.kv.dtype;
 
-  require_no_gradient({&key, &value, &key_cache, &value_cache});
+  const bool recording = require_no_gradient({&key, &value, &key_cache, &value_cache});
   const Backend& backend = backend_for(key_cache);
   const Context context = context_for(key_cache, check);
   if (p.num_tokens == 0) return;
-  py::gil_scoped_release no_gil;
-  backend.cache_write(p, context);
+  {
+    py::gil_scoped_release no_gil;
+    backend.cache_write(p, context);
+  }
+  if (recording) count_writes({&key_cache, &value_cache});
 }
 
 py::tuple gather_kv_cache(py::handle key_cache_in, py::handle value_cache_in, py::handle block_tables_in,
@@ -77,10 +79,17 @@ py::tuple gather_kv_cache(py::handle key_cache_in, py::handle value_cache_in, py
   // On the CPU the lengths are at hand; on a GPU, reading them would stop the stream.
   const bool on_host = key_cache.device().device_type == dlpack::kCPU;
   const int64_t bound = int64_t(p.tables.num_seqs) * p.tables.max_blocks_per_seq * p.kv.block_size;
+  const int64_t capacity = int64_t(p.tables.max_blocks_per_seq) * p.kv.block_size;
   int64_t exact = 0;
-  if (on_host)
-    for (int i = 0; i < p.tables.num_seqs; i++) exact += std::max(p.tables.seq_lens[i], 0);
-  if (key_out.is_none()) {
+  if (on_host)  // what is no length counts for nothing here: the backend will say so
+    for (int i = 0; i < p.tables.num_seqs; i++)
+      if (const int64_t length = p.tables.seq_lens[i]; length > 0 && length <= capacity) exact += length;
+  PAGED_OPS_REQUIRE(key_out.is_none() == value_out.is_none(),
+                    "out: one of (key, value) is None, wanted both or none");
+  const bool out_given = !key_out.is_none();
+  PAGED_OPS_REQUIRE(!out_given || num_tokens.is_none(),
+                    "num_tokens: is given beside out, wanted one of them");
+  if (!out_given) {
     p.num_rows = on_host ? exact : bound;
     if (!num_tokens.is_none()) {
       p.num_rows = num_tokens.cast<int64_t>();
@@ -95,14 +104,11 @@ py::tuple gather_kv_cache(py::handle key_cache_in, py::handle value_cache_in, py
   require_rows(key, p.kv, p.kv.key_head_dim, "as in key_cache");
   require_rows(value, p.kv, p.kv.value_head_dim, "as in value_cache");
   value.require_shape(0, key.shape(0), "num_tokens, as in out[0]");
-  for (const Array* rows : {&key, &value}) {
-    rows->require_same_device(key_cache);
-    for (const Array* array : {&key_cache, &value_cache, &block_tables, &seq_lens})
-      rows->require_no_overlap(*array);
-  }
+  for (const Array* rows : {&key, &value}) rows->require_same_device(key_cache);
+  require_apart({&key, &value}, {&key_cache, &value_cache, &block_tables, &seq_lens});
   p.num_rows = key.shape(0);
-  PAGED_OPS_REQUIRE(!on_host || exact <= p.num_rows, "out: has ", p.num_rows, " rows, wanted at least ",
-                    exact, ", the sum of seq_lens");
+  PAGED_OPS_REQUIRE(!on_host || exact <= p.num_rows, num_tokens.is_none() ? "out" : "num_tokens", ": has ",
+                    p.num_rows, " rows, wanted at least ", exact, ", the sum of seq_lens");
   py::object cu_seqlens_object = empty_like(key_cache, {int64_t(p.tables.num_seqs) + 1}, "int32");
   const Array cu_seqlens(cu_seqlens_object, "cu_seqlens", Array::Use::output);
   narrow(on_host ? exact : bound, "the number of tokens to gather");
@@ -115,13 +121,14 @@ py::tuple gather_kv_cache(py::handle key_cache_in, py::handle value_cache_in, py
   p.value_stride_token = value.stride_nbytes(0);
   p.value_stride_head = value.stride_nbytes(1);
 
-  require_no_gradient({&key_cache, &value_cache, &key, &value});
+  const bool recording = require_no_gradient({&key_cache, &value_cache, &key, &value});
   const Backend& backend = backend_for(key_cache);
   const Context context = context_for(key_cache, check);
   {
     py::gil_scoped_release no_gil;
     backend.gather(p, context);
   }
+  if (recording) count_writes({&key, &value});
   return py::make_tuple(key_out, value_out, cu_seqlens_object);
 }
 

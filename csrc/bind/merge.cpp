@@ -42,8 +42,8 @@ py::tuple merge_attention_states(py::handle out_a_in, py::handle lse_a_in, py::h
   require_state(out_a);
   if (const DType dtype = out_a.dtype(); dtype == DType::i32 || dtype == DType::i64)
     fail<TypeError>("out_a: dtype is ", out_a.dtype_name(), ", wanted one of float32, float16, bfloat16");
-  PAGED_OPS_REQUIRE(out_a.shape(2) % kHeadDimMultiple == 0, "out_a: head_dim is ", out_a.shape(2),
-                    ", wanted a multiple of ", kHeadDimMultiple);
+  PAGED_OPS_REQUIRE(out_a.shape(2) > 0 && out_a.shape(2) % kHeadDimMultiple == 0, "out_a: head_dim is ",
+                    out_a.shape(2), ", wanted a positive multiple of ", kHeadDimMultiple);
   require_state(out_b);
   require_lse(lse_a, out_a);
   require_lse(lse_b, out_a);
@@ -81,13 +81,14 @@ py::tuple merge_attention_states(py::handle out_a_in, py::handle lse_a_in, py::h
                             .num_heads = narrow(out_a.shape(1), "num_heads of out_a"),
                             .head_dim = narrow(out_a.shape(2), "head_dim of out_a"),
                             .dtype = out_a.dtype()};
-  require_no_gradient({&out_a, &lse_a, &out_b, &lse_b, &out, &lse});
+  const bool recording = require_no_gradient({&out_a, &lse_a, &out_b, &lse_b, &out, &lse});
   const Backend& backend = backend_for(out_a);
   const Context context = context_for(out_a, false);
   if (out_a.size() > 0) {
     py::gil_scoped_release no_gil;
     backend.merge_states(p, context);
   }
+  if (recording) count_writes({&out, &lse});
   return py::make_tuple(out_in, lse_in);
 }
 

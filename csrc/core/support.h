@@ -26,8 +26,8 @@ inline std::string refusal(const Geometry& g) {
   if (g.dtype != DType::f32 && g.dtype != DType::f16 && g.dtype != DType::bf16)
     return concat("dtype is ", name(g.dtype), ", wanted one of float32, float16, bfloat16");
   if (g.cache_dtype != g.dtype)
-    return concat("cache dtype is ", name(g.cache_dtype), ", wanted ", name(g.dtype),
-                  " as in query, key and value");
+    return concat("dtype is ", name(g.dtype), " beside a cache of ", name(g.cache_dtype),
+                  ", wanted one dtype");
   for (const auto& [what, dim] :
        {std::pair{"head_dim", g.key_head_dim}, {"value head_dim", g.value_head_dim}})
     if (dim < kHeadDimMultiple || dim > kMaxHeadDim || dim % kHeadDimMultiple != 0)

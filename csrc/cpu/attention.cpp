@@ -3,6 +3,7 @@
 #include <cstring>
 #include <vector>
 
+#include "core/check.h"
 #include "cpu/index_check.h"
 #include "cpu/isa.h"
 #include "cpu/ops.h"
@@ -156,7 +157,13 @@ size_t attention_workspace_nbytes(const AttentionParams& p) {
   const int64_t max_chunks = ceil_div(int64_t(p.tables.max_blocks_per_seq) * p.kv.block_size, kChunkTokens);
   if (max_chunks <= 1) return 0;
   const int64_t swept = std::min<int64_t>(p.num_tokens, int64_t(p.tables.num_seqs) * kSweepTokens);
-  return size_t(swept * p.num_q_heads * max_chunks * state_floats(p.kv.value_head_dim)) * sizeof(float);
+  const int64_t row_nbytes = state_floats(p.kv.value_head_dim) * int64_t(sizeof(float));
+  int64_t nbytes;
+  PAGED_OPS_REQUIRE(!__builtin_mul_overflow(swept * p.num_q_heads, max_chunks, &nbytes) &&
+                        !__builtin_mul_overflow(nbytes, row_nbytes, &nbytes),
+                    "max_blocks_per_seq: is ", p.tables.max_blocks_per_seq, ", with which a workspace for ",
+                    swept, " tokens of ", p.num_q_heads, " heads would pass 2^63 bytes");
+  return size_t(nbytes);
 }
 
 void attention(const AttentionParams& p, const Context&) {

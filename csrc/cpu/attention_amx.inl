@@ -1,6 +1,6 @@
 // The products of attention on AMX tiles, for bf16: keys are the left operand of query . key just as they
 // lie in the cache, values the right operand of weights . values after their tokens have been paired.
-// Included inside the namespace of one instruction set, after attention_walk.inl and tiles_amx.inl.
+// Included inside the namespace of one instruction set, after attention_walk.inl and amx_tiles.inl.
 //
 // Weights are rounded to bf16 before they meet the values. The sum of the rounded ones is what the result is
 // divided by, so that it is a true mean of values; the sum before rounding makes the LSE. Rows go in blocks

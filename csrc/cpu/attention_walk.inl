@@ -26,7 +26,7 @@ inline int visible_keys(const AttentionParams& p, int32_t seq, int32_t position)
   return position < 0 ? 0 : position + 1;
 }
 
-inline int chunks_of(int num_keys) { return (num_keys + kChunkTokens - 1) / kChunkTokens; }
+inline int chunks_of(int num_keys) { return num_keys / kChunkTokens + (num_keys % kChunkTokens != 0); }
 
 // The rows of one KV head, token-major (row = token * group + query head of the group): the same for
 // every head of a task.
@@ -110,7 +110,7 @@ void attend(const AttentionParams& p, const AttentionTask& task, void* scratch) 
   const bool all_chunks = task.chunk == kAllChunks;
   const int num_keys = rows.visible[num_rows - 1];  // that any row sees
   const int first_key = all_chunks ? 0 : task.chunk * kChunkTokens;
-  const int end_key = all_chunks || num_keys < first_key + kChunkTokens ? num_keys : first_key + kChunkTokens;
+  const int end_key = all_chunks || num_keys - first_key < kChunkTokens ? num_keys : first_key + kChunkTokens;
   float* const first_states =
       task.states ? task.states + task.chunk * task.chunk_floats + task.head_begin * head_floats
                   : memory.states;
@@ -126,17 +126,17 @@ void attend(const AttentionParams& p, const AttentionTask& task, void* scratch) 
 
   const PageWalk walk{p.kv, p.tables.block_ids + task.seq * p.tables.stride, task.head_begin, task.head_end};
   const auto tile_end = [&](int begin) {
-    return begin + kTileTokens < end_key ? begin + kTileTokens : end_key;
+    return end_key - begin > kTileTokens ? begin + kTileTokens : end_key;
   };
   TileRows tile;
   Prefetcher prefetcher;
   walk.prefetch(first_key, tile_end(first_key), sizeof(T), prefetcher);
-  for (int begin = first_key; begin < end_key; begin += kTileTokens) {
+  for (int begin = first_key, end; begin < end_key; begin = end) {
     if (begin % kChunkTokens == 0 && begin > first_key) {
       states = memory.later_states;
       clear();
     }
-    const int end = tile_end(begin);
+    end = tile_end(begin);
     prefetcher.drain();
     walk.rows(begin, end, tile);
     walk.prefetch(end, tile_end(end), sizeof(T), prefetcher);

@@ -18,7 +18,7 @@ namespace paged_ops::cpu::amx {
 #include "cpu/page_walk.inl"
 #include "cpu/softmax.inl"
 #include "cpu/attention_walk.inl"
-#include "cpu/tiles_amx.inl"
+#include "cpu/amx_tiles.inl"
 #include "cpu/attention_amx.inl"
 // clang-format on
 

@@ -18,7 +18,7 @@ void merge_states(const MergeStatesParams& p, int32_t token_begin, int32_t token
       const int64_t at = token * p.num_heads + head;
       const float lse_a = p.lse_a[at], lse_b = p.lse_b[at];
       const bool only_a = lse_b == -kInfinity, only_b = lse_a == -kInfinity;
-      const double top = lse_a > lse_b ? lse_a : lse_b;
+      const double top = lse_a > lse_b || lse_a != lse_a ? lse_a : lse_b;  // NaN, where there is one
       const double weight_a = only_b ? 0 : only_a ? 1 : __builtin_exp(double(lse_a) - top);
       const double weight_b = only_a ? 0 : only_b ? 1 : __builtin_exp(double(lse_b) - top);
       const double total = weight_a + weight_b;  // 0 when both are empty

@@ -5,7 +5,8 @@
 // copies up. A CTA serves a tile of columns (column_map.cuh) of one KV head. Its warps are independent: each
 // owns every kWarps-th tile of 16 tokens, copies it to its own ring (tile_loader.cuh) and keeps its own
 // state; the main loop has no CTA barrier. At the end of a chunk the warps' states are folded in warp order,
-// and chunks in chunk order (online_softmax.cuh), in one CTA or by the last of several.
+// and chunks in chunk order (online_softmax.cuh): by the CTA itself where it has all chunks of its rows, else
+// by the last of those that share them (work_list.cuh).
 //
 // What differs between element types is the arithmetic on a tile: attention_mma.cuh, attention_fma.cuh.
 #pragma once
@@ -14,15 +15,19 @@
 #include "kernels/column_map.cuh"
 #include "kernels/online_softmax.cuh"
 #include "kernels/tile_loader.cuh"
+#include "kernels/work_list.cuh"
 
 namespace paged_ops::kernels {
 
-// What a CTA has to do. It stays in shared memory while the main loop needs the registers.
+// What a CTA is doing. It stays in shared memory while the main loop needs the registers.
 struct Work {
   ColumnTile columns;
-  int kv_head;
-  int num_chunks;
-  bool last;  // of the CTAs that share these rows
+  int slot, kv_head;
+  int num_chunks, mine;     // of these rows; of them this CTA's
+  bool last;                // of the CTAs that share these rows
+  int64_t next_place, end;  // on the line of work
+
+  __device__ __forceinline__ bool shared() const { return mine < num_chunks; }
 };
 
 // Where things lie in a CTA's shared memory.
@@ -39,7 +44,7 @@ struct AttentionShared {
   static constexpr int kVisible = kScratch + Tile::kScratchNbytes;
   static constexpr int kWork = kVisible + kColumns * int(sizeof(int));
   static constexpr int kRunning = (kWork + int(sizeof(Work)) + 15) / 16 * 16;  // what chunks are folded into
-  static constexpr int nbytes(bool parallel) { return parallel ? kRunning : kRunning + kStatesNbytes; }
+  static constexpr int kNbytes = kRunning + kStatesNbytes;
 
   unsigned char* base;
 
@@ -128,7 +133,7 @@ __device__ __forceinline__ RowState<kHeadDim> fold_chunks(const AttentionArgs& a
     if (lane == 0) before = sum.m;
     const FoldFactors mine = fold_factors(before, state.x, maximum);
     const int count = min(kWarpSize, num_chunks - first);
-#pragma unroll 8
+#pragma unroll 16  // loads in flight: what is folded has come from other multiprocessors, through L2
     for (int c = 0; c < count; c++) {
       const FoldFactors by{__shfl_sync(kAllLanes, mine.kept, c), __shfl_sync(kAllLanes, mine.added, c)};
       sum.l = fold(sum.l, __shfl_sync(kAllLanes, state.y, c), by);
@@ -151,7 +156,7 @@ __device__ __forceinline__ void finish_chunk(const AttentionArgs& a, const Share
   for (int c = warp; c < work.columns.num_columns; c += Tile::kWarps) {
     const RowState<Tile::kHeadDim> state = fold_warps<Tile>(shared, c, lane);
     const Row row = row_of(a, work.columns, work.kv_head, c);
-    if (a.parallel && work.num_chunks > 1) {
+    if (work.shared()) {
       const int64_t part = row.index(a) * a.max_chunks + chunk;
       const int head_dim = a.op.kv.value_head_dim;
       state.write(a.partial_out + part * head_dim, a.partial_state + part, lane, head_dim);
@@ -176,7 +181,7 @@ __device__ __forceinline__ void finish_chunk(const AttentionArgs& a, const Share
 template <class Tile, RowCopy kCopy>
 constexpr int kMinCtas = kCopy == RowCopy::asynchronous ? Tile::kMinCtas : Tile::kMinCtas - 1;
 
-// Grid: x = KV heads x slots of column tiles, y = CTAs that share the chunks of a place.
+// Grid: parallel, multiprocessors x CTAs that each holds; else KV heads x slots of column tiles.
 template <class Tile, RowCopy kCopy>
 __global__ void __launch_bounds__(Tile::kWarps* kWarpSize, kMinCtas<Tile, kCopy>)
     attention_kernel(const AttentionArgs a) {
@@ -187,86 +192,129 @@ __global__ void __launch_bounds__(Tile::kWarps* kWarpSize, kMinCtas<Tile, kCopy>
   SIMT_DYNAMIC_SHARED(raw);
   const Shared shared{raw};
   const int lane = ptx::opaque(int(threadIdx.x) % kWarpSize), warp = warp_index();
+  const int num_kv_heads = a.op.kv.num_kv_heads;
+  Work& work = shared.work();
 
-  // ---- which rows, and which of their keys ----
-  // The KV heads of one tile are neighbours in the grid, as they are in most caches. Where a CTA walks all
-  // of its keys, the last tokens, which see the most, go first.
-  const int place = a.parallel ? int(blockIdx.x) : int(gridDim.x - 1 - blockIdx.x);
-  const int kv_head = place % a.op.kv.num_kv_heads;
-  const ColumnTile columns = column_tile<kColumns>(a, place / a.op.kv.num_kv_heads, lane);
-  if (columns.num_columns == 0) return;
-  const int seen_by_all = columns.visible(a, 0), seen_by_any = columns.visible(a, columns.num_columns - 1);
-  // Rows that see nothing have one chunk too, an empty one: it writes them.
-  const int num_chunks = max(1, (seen_by_any + kChunkTokens - 1) / kChunkTokens);
-  if (int(blockIdx.y) >= num_chunks) return;
-  const auto end_of = [&](int chunk) { return min((chunk + 1) * kChunkTokens, seen_by_any); };
-
-  Loader loader(a, a.op.tables.block_ids + columns.sequence * a.op.tables.stride, kv_head, warp, lane, raw);
-  loader.start(blockIdx.y * kChunkTokens, end_of(blockIdx.y));
-  Tile tile(warp, lane, raw + Shared::kScratch);
-  tile.load_query(a, columns, kv_head, raw + Shared::kScratch);
-  if (threadIdx.x < kColumns)
-    shared.visible()[threadIdx.x] = columns.visible(a, min(int(threadIdx.x), columns.num_columns - 1));
-  if (threadIdx.x == 0) shared.work() = Work{columns, kv_head, num_chunks, false};
-  __syncthreads();
-
-  int chunks_done = 0;
-  for (int chunk = blockIdx.y;;) {
-    // ---- this warp's tiles of the chunk ----
-    const int end = end_of(chunk);
-    tile.reset();
-    loader.wait();  // K_0
-    int stage = 0;
-    const auto step = [&](int i, auto edge) {
-      const int first_token = loader.first_token(i);
-      tile.score(loader.key_slot(stage));
-      __syncwarp();  // every lane has read K_i: its slot is free
-      loader.advance();
-      loader.copy_keys(i + Tile::kStages, stage);
-      tile.template update_softmax<edge.value>(a.scale_log2, first_token, shared.visible());
-      loader.wait();  // V_i
-      if (edge.value && seen_by_all < end)
-        tile.accumulate_edge(loader.value_slot(stage), first_token, shared.visible());
-      else
-        tile.accumulate(loader.value_slot(stage));  // rows that nobody sees are zeros
-      __syncwarp();                                 // every lane has read V_i
-      loader.copy_values(i + Tile::kStages, stage);
-      loader.wait();  // K_{i+1}
-      stage = stage + 1 == Tile::kStages ? 0 : stage + 1;
-    };
-    // Most tiles are seen by all columns to the last row. The mask costs them nothing, not even its code.
-    int i = 0;
-    for (const int num_full = loader.tiles_within(seen_by_all); i < num_full; i++) step(i, std::false_type());
-    for (; i < loader.num_tiles(); i++) step(i, std::true_type());
-    loader.drain();
-
-    // ---- the rows' states ----
-    __syncthreads();  // the rings are free
-    tile.write_state(shared.out(warp * Shared::kStatesNbytes), Shared::kRow,
-                     shared.state(warp * Shared::kStatesNbytes));
-    __syncthreads();
-    finish_chunk<Tile>(a, shared, chunk, warp, lane);
-    chunks_done++;
-    chunk += gridDim.y;
-    if (chunk >= shared.work().num_chunks) break;
-    __syncthreads();  // the states have been read: the rings may be filled again
-    loader.start(chunk * kChunkTokens, end_of(chunk));
+  int slot, kv_head;
+  int64_t place = 0, begin = 0, end = INT64_MAX;  // on the line of work
+  if (a.parallel) {
+    // Neighbours on the line go to one multiprocessor: where there is less work than CTAs, to different ones.
+    const int part = blockIdx.x * gridDim.y + blockIdx.y, num_parts = gridDim.x * gridDim.y;
+    const int64_t length = a.slot_begin[a.num_slots];
+    begin = part_begin(length, part, num_parts);
+    end = part_begin(length, part + 1, num_parts);
+    if (begin == end) return;
+    slot = WarpSearch{lane}(a.num_slots, begin, [&](int s) { return a.slot_begin[s]; });
+    const int64_t slot_cost = a.slot_begin[slot + 1] - a.slot_begin[slot];
+    const int64_t cost = slot_cost / num_kv_heads;
+    kv_head = int((begin - a.slot_begin[slot]) / cost);
+    place = a.slot_begin[slot] + kv_head * cost;
+  } else {
+    // The KV heads of one tile are neighbours in the grid, as they are in most caches. The last tokens, which
+    // see the most, go first.
+    const int from_end = int(gridDim.x - 1 - blockIdx.x);
+    kv_head = from_end % num_kv_heads;
+    slot = from_end / num_kv_heads;
   }
 
-  // ---- the last CTA of these rows folds the chunks ----
-  Work& work = shared.work();
-  if (!a.parallel || work.num_chunks == 1) return;
-  __threadfence();  // partial states before the count
-  __syncthreads();
-  if (threadIdx.x == 0)
-    work.last = atomicAdd(a.finished + place, chunks_done) + chunks_done == work.num_chunks;
-  __syncthreads();
-  if (!work.last) return;
-  __threadfence();  // the count before the others' partial states
-  for (int c = warp; c < work.columns.num_columns; c += Tile::kWarps) {
-    const Row row = row_of(a, work.columns, work.kv_head, c);
-    store_result<typename Tile::Element>(
-        a, row, fold_chunks<Tile::kHeadDim>(a, row.index(a), work.num_chunks, lane), lane);
+  for (;;) {
+    // ---- which rows, and which of their keys ----
+    const ColumnTile columns = column_tile(a, slot, kColumns, WarpSearch{lane});
+    if (columns.num_columns == 0) return;
+    const int seen_by_all = columns.visible(a, 0), seen_by_any = columns.visible(a, columns.num_columns - 1);
+    const int all_chunks = num_chunks(seen_by_any);
+    const int first_chunk = chunks_before(place, all_chunks, begin),
+              end_chunk = chunks_before(place, all_chunks, end);
+    const auto end_of = [&](int chunk) { return min((chunk + 1) * kChunkTokens, seen_by_any); };
+    if (threadIdx.x == 0)
+      work = Work{
+          columns, slot, kv_head, all_chunks, end_chunk - first_chunk, false, place + place_cost(seen_by_any),
+          end};
+    if (first_chunk < end_chunk) {
+      Loader loader(a, a.op.tables.block_ids + columns.sequence * a.op.tables.stride, kv_head, warp, lane,
+                    raw);
+      loader.start(first_chunk * kChunkTokens, end_of(first_chunk));
+      Tile tile(warp, lane, raw + Shared::kScratch);
+      tile.load_query(a, columns, kv_head, raw + Shared::kScratch);
+      if (threadIdx.x < kColumns)
+        shared.visible()[threadIdx.x] = columns.visible(a, min(int(threadIdx.x), columns.num_columns - 1));
+      __syncthreads();
+
+      for (int chunk = first_chunk;;) {
+        // ---- this warp's tiles of the chunk ----
+        const int chunk_end = end_of(chunk);
+        tile.reset();
+        loader.wait();  // K_0
+        int stage = 0;
+        const auto step = [&](int i, auto edge) {
+          const int first_token = loader.first_token(i);
+          tile.score(loader.key_slot(stage));
+          __syncwarp();  // every lane has read K_i: its slot is free
+          loader.advance();
+          loader.copy_keys(i + Tile::kStages, stage);
+          tile.template update_softmax<edge.value>(a.scale_log2, first_token, shared.visible());
+          loader.wait();  // V_i
+          if (edge.value && seen_by_all < chunk_end)
+            tile.accumulate_edge(loader.value_slot(stage), first_token, shared.visible());
+          else
+            tile.accumulate(loader.value_slot(stage));  // rows that nobody sees are zeros
+          __syncwarp();                                 // every lane has read V_i
+          loader.copy_values(i + Tile::kStages, stage);
+          loader.wait();  // K_{i+1}
+          stage = stage + 1 == Tile::kStages ? 0 : stage + 1;
+        };
+        // Most tiles are seen by all columns to the last row. The mask costs them nothing, not even its code.
+        int i = 0;
+        for (const int num_full = loader.tiles_within(seen_by_all); i < num_full; i++)
+          step(i, std::false_type());
+        for (; i < loader.num_tiles(); i++) step(i, std::true_type());
+        loader.drain();
+
+        // ---- the rows' states ----
+        __syncthreads();  // the rings are free
+        tile.write_state(shared.out(warp * Shared::kStatesNbytes), Shared::kRow,
+                         shared.state(warp * Shared::kStatesNbytes));
+        __syncthreads();
+        finish_chunk<Tile>(a, shared, chunk, warp, lane);
+        if (++chunk == end_chunk) break;
+        __syncthreads();  // the states have been read: the rings may be filled again
+        loader.start(chunk * kChunkTokens, end_of(chunk));
+      }
+
+      // ---- the last CTA of these rows folds the chunks ----
+      if (!a.parallel) return;
+      if (work.shared()) {
+        __threadfence();  // partial states before the count
+        __syncthreads();
+        if (threadIdx.x == 0) {
+          int* finished = a.finished + int64_t(work.slot) * num_kv_heads + work.kv_head;
+          work.last = atomicAdd(finished, work.mine) + work.mine == work.num_chunks;
+        }
+        __syncthreads();
+        if (work.last) {
+          __threadfence();  // the count before the others' partial states
+          for (int c = warp; c < work.columns.num_columns; c += Tile::kWarps) {
+            const Row row = row_of(a, work.columns, work.kv_head, c);
+            store_result<typename Tile::Element>(
+                a, row, fold_chunks<Tile::kHeadDim>(a, row.index(a), work.num_chunks, lane), lane);
+          }
+        }
+      }
+    }
+
+    // ---- on to the next rows of this CTA's part ----
+    __syncthreads();  // the rings are free
+    place = begin = work.next_place;
+    end = work.end;
+    if (place >= end) return;
+    slot = work.slot;
+    kv_head = work.kv_head + 1;
+    if (kv_head == num_kv_heads) {
+      kv_head = 0;
+      do slot++;  // past those without rows
+      while (a.slot_begin[slot + 1] == place);
+    }
+    __syncthreads();  // all have read what the next rows overwrite
   }
 }
 

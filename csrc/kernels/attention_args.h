@@ -20,13 +20,17 @@ struct AttentionArgs {
   int capacity;      // tokens that a row of the block table has room for; lengths are clamped to it
   float scale_log2;  // op.scale * log2(e): exponents are powers of two
 
-  // Parallel: the chunks of a tile of rows are shared out to gridDim.y CTAs, and the last one to finish folds
-  // the partial states. Otherwise one CTA walks all chunks and folds as it goes. The bits are the same.
+  // Parallel: CTAs share the chunks of a tile of rows as the work list says (work_list.cuh), and the last one
+  // to finish folds the partial states. Otherwise each CTA walks all chunks of one tile. The bits are the
+  // same.
   bool parallel;
-  int max_chunks;         // of any sequence; the extent of the arrays below
+  int columns;            // of a tile of rows
+  int num_slots;          // of tiles of rows; the extent of the arrays below
+  int max_chunks;         // of any sequence
   float* partial_out;     // [num_tokens, num_q_heads, max_chunks, value_head_dim] un-normalised
   float2* partial_state;  // [num_tokens, num_q_heads, max_chunks] maximum (log2 units) and sum
-  int* finished;          // [gridDim.x] chunks done per tile of rows, zero at the start
+  int64_t* slot_begin;    // [num_slots + 1] where a slot's work begins
+  int* finished;          // [num_slots, num_kv_heads] chunks done
 };
 
 }  // namespace paged_ops::kernels

@@ -29,7 +29,7 @@ struct ColumnTile {
   int first_row;     // index in `query` of the sequence's first token
   int num_tokens;    // query tokens of the sequence
   int first_column;  // of this tile, among the sequence's num_tokens * group
-  int num_columns;   // at most kColumns; 0 = nothing to do
+  int num_columns;   // at most `columns`; 0 = nothing to do
   int length;        // tokens in the cache
 
   // How many keys column `c` of the tile sees: those at positions [0, visible).
@@ -39,14 +39,17 @@ struct ColumnTile {
   }
 };
 
-template <int kColumns>
-__device__ __forceinline__ ColumnTile column_tile(const AttentionArgs& a, int slot, int lane) {
+// Slot `slot` of tiles of `columns` columns. `search` finds the sequence: WarpSearch where a whole warp asks
+// for one slot, ThreadSearch where each thread asks for its own.
+template <class Search>
+__device__ __forceinline__ ColumnTile column_tile(const AttentionArgs& a, int slot, int columns,
+                                                  Search search) {
   const AttentionParams& op = a.op;
   const int num_seqs = op.tables.num_seqs;
   ColumnTile tile;
   int first_column_slot;
   if (op.cu_seqlens_q == nullptr) {
-    const int slots_per_sequence = (a.group + kColumns - 1) / kColumns;
+    const int slots_per_sequence = (a.group + columns - 1) / columns;
     tile.sequence = slot / slots_per_sequence;
     tile.first_row = tile.sequence;
     tile.num_tokens = 1;
@@ -55,14 +58,14 @@ __device__ __forceinline__ ColumnTile column_tile(const AttentionArgs& a, int sl
     const auto first_row = [&](int s) {
       return s > num_seqs ? op.num_tokens : min(max(op.cu_seqlens_q[s], 0), op.num_tokens);
     };
-    const auto first = [&](int s) { return first_slot(first_row(s), s, a.group, kColumns); };
-    tile.sequence = warp_search(lane, num_seqs + 1, slot, first);
+    const auto first = [&](int s) { return first_slot(first_row(s), s, a.group, columns); };
+    tile.sequence = search(num_seqs + 1, slot, first);
     tile.first_row = first_row(tile.sequence);
     tile.num_tokens = first_row(tile.sequence + 1) - tile.first_row;
     first_column_slot = int(first(tile.sequence));
   }
-  tile.first_column = (slot - first_column_slot) * kColumns;
-  tile.num_columns = max(0, min(kColumns, tile.num_tokens * a.group - tile.first_column));
+  tile.first_column = (slot - first_column_slot) * columns;
+  tile.num_columns = max(0, min(columns, tile.num_tokens * a.group - tile.first_column));
   tile.length = tile.sequence < num_seqs ? min(max(op.tables.seq_lens[tile.sequence], 0), a.capacity) : 0;
   return tile;
 }

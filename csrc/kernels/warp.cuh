@@ -16,20 +16,37 @@ __device__ __forceinline__ int warp_index() {
   return __shfl_sync(kAllLanes, int(threadIdx.x) / kWarpSize, 0);
 }
 
-// The largest i in [0, n) with key(i) <= x, for a key that never decreases and key(0) <= x. 32 probes at a
-// time: two rounds for a thousand sequences. All lanes of the warp call it with the same arguments.
-template <class Key>
-__device__ __forceinline__ int warp_search(int lane, int n, int64_t x, Key key) {
-  int low = 0;
-  while (n > 1) {
-    const int step = (n + kWarpSize - 1) / kWarpSize;
-    const int ahead = lane * step;
-    const int at_most = __popc(__ballot_sync(kAllLanes, ahead < n && key(low + ahead) <= x));
-    const int skipped = (at_most > 0 ? at_most - 1 : 0) * step;
-    low += skipped;
-    n = min(step, n - skipped);
+// The largest i in [0, n) with key(i) <= x, for a key that never decreases and key(0) <= x. By all lanes of a
+// warp together, with the same arguments: 32 probes at a time, two rounds for a thousand sequences.
+struct WarpSearch {
+  int lane;
+
+  template <class Key>
+  __device__ __forceinline__ int operator()(int n, int64_t x, Key key) const {
+    int low = 0;
+    while (n > 1) {
+      const int step = (n + kWarpSize - 1) / kWarpSize;
+      const int ahead = lane * step;
+      const int at_most = __popc(__ballot_sync(kAllLanes, ahead < n && key(low + ahead) <= x));
+      const int skipped = (at_most > 0 ? at_most - 1 : 0) * step;
+      low += skipped;
+      n = min(step, n - skipped);
+    }
+    return low;
   }
-  return low;
-}
+};
+
+// The same by each thread for itself.
+struct ThreadSearch {
+  template <class Key>
+  __device__ __forceinline__ int operator()(int n, int64_t x, Key key) const {
+    int low = 0, high = n;
+    while (high - low > 1) {
+      const int middle = low + (high - low) / 2;
+      (key(middle) <= x ? low : high) = middle;
+    }
+    return low;
+  }
+};
 
 }  // namespace paged_ops::kernels

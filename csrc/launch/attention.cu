@@ -1,5 +1,6 @@
 // Attention over a paged KV cache: from the op's parameters to a launch.
 #include "core/dispatch.h"
+#include "kernels/work_list.cuh"
 #include "launch/attention_launch.h"
 #include "launch/index_check.h"
 #include "launch/ops.h"
@@ -16,13 +17,16 @@ void run_attention(const AttentionPlan& plan, const AttentionParams& op, cudaStr
   args.capacity = plan.capacity;
   args.scale_log2 = op.scale * kLog2e;
   args.parallel = plan.parallel;
+  args.columns = 8 * plan.column_tiles;
+  args.num_slots = int(plan.num_slots);
   args.max_chunks = plan.max_chunks;
   if (plan.parallel) {
     auto* workspace = static_cast<unsigned char*>(op.workspace);
-    args.finished = reinterpret_cast<int*>(workspace);
+    args.slot_begin = reinterpret_cast<int64_t*>(workspace);
+    args.finished = reinterpret_cast<int*>(workspace + plan.finished_offset);
     args.partial_state = reinterpret_cast<float2*>(workspace + plan.state_offset);
     args.partial_out = reinterpret_cast<float*>(workspace + plan.out_offset);
-    PAGED_OPS_CUDA_CHECK(cudaMemsetAsync(args.finished, 0, plan.finished_nbytes, stream));
+    simt::launch(kernels::work_list_kernel, 1, kernels::kWorkListThreads, 0, stream, args);
   }
   dispatch<float, f16, bf16>(
       "query", op.dtype, [&](auto t) { launch_attention<typename decltype(t)::type>(plan, args, stream); });

@@ -17,25 +17,23 @@ struct AttentionPlan {
   int head_dim;      // the kernel's: 64, 128 or 256, the next one up
   int column_tiles;  // of 8 columns per CTA
   bool aligned;      // K and V rows can be copied 16 bytes at a time
-  bool parallel;     // chunks of the same rows on several CTAs
+  bool parallel;     // CTAs share chunks by the work list
   int capacity;      // tokens a row of the block table has room for
   int max_chunks;
-  int64_t num_places;  // (tile of rows, KV head): the grid's x
-  int splits;          // CTAs that share the chunks of a place: the grid's y
+  int64_t num_slots;   // of tiles of rows
+  int64_t num_places;  // (tile of rows, KV head)
 
-  // The workspace: offsets in bytes, each a multiple of 256.
-  size_t finished_nbytes;  // counters, first
-  size_t state_offset, out_offset, workspace_nbytes;
+  // The workspace: where each slot begins, then these offsets in bytes, each a multiple of 256.
+  size_t finished_offset, state_offset, out_offset, workspace_nbytes;
+
+  // How many CTAs could find anything to do: what bounds the parallel grid on a chip that holds more.
+  int64_t max_ctas() const { return num_places * max_chunks; }
 };
 
-// Enough CTAs to fill the largest chips several times over, so that the tail of uneven lengths is short. More
-// would only add CTAs that find nothing to do.
-constexpr int64_t kWantedCtas = 4096;
 // From so many places on a prefill keeps every multiprocessor busy without sharing chunks.
 constexpr int64_t kPrefillCtas = 264;
 // Partial states beyond this much memory are not worth their parallelism.
 constexpr size_t kMaxWorkspaceNbytes = size_t(1) << 30;
-constexpr int kMaxGridY = 65535;
 
 inline bool multiple_of_16(const CacheView& cache) {
   return (reinterpret_cast<uintptr_t>(cache.data) | uint64_t(cache.stride_block) |
@@ -58,10 +56,9 @@ inline AttentionPlan plan_attention(const AttentionParams& op) {
   const int64_t group = op.num_q_heads / kv.num_kv_heads;
   const bool wide = group * op.num_tokens > 8 * num_seqs && op.dtype != DType::f32;
   plan.column_tiles = wide && plan.aligned ? 2 : 1;
-  const auto num_places = [&](int column_tiles) {
-    return kernels::num_slots(op, 8 * column_tiles) * kv.num_kv_heads;
-  };
-  plan.num_places = num_places(plan.column_tiles);
+  const auto num_slots = [&](int column_tiles) { return kernels::num_slots(op, 8 * column_tiles); };
+  plan.num_slots = num_slots(plan.column_tiles);
+  plan.num_places = plan.num_slots * kv.num_kv_heads;
   PAGED_OPS_REQUIRE(plan.num_places <= INT32_MAX, "query: ", op.num_tokens, " tokens of ", op.num_q_heads,
                     " heads are too many for one launch");
 
@@ -72,24 +69,26 @@ inline AttentionPlan plan_attention(const AttentionParams& op) {
 
   const auto padded = [](size_t nbytes) { return (nbytes + 255) / 256 * 256; };
   const size_t states = size_t(op.num_tokens) * op.num_q_heads * plan.max_chunks;
-  plan.finished_nbytes = padded(size_t(num_places(1)) * sizeof(int));
-  plan.state_offset = plan.finished_nbytes;
+  plan.finished_offset = padded(size_t(num_slots(1) + 1) * sizeof(int64_t));
+  plan.state_offset = plan.finished_offset + padded(size_t(num_slots(1)) * kv.num_kv_heads * sizeof(int));
   plan.out_offset = plan.state_offset + padded(states * sizeof(float2));
   plan.workspace_nbytes = plan.out_offset + padded(states * kv.value_head_dim * sizeof(float));
 
   // The workspace is sized without knowing addresses, so that alignment has no say here.
   const bool few_tokens = decode || op.num_tokens <= 8 * num_seqs;
   plan.parallel = plan.max_chunks > 1 &&
-                  num_places(wide ? 2 : 1) < (few_tokens ? kWantedCtas : kPrefillCtas) &&
+                  (few_tokens || num_slots(wide ? 2 : 1) * kv.num_kv_heads < kPrefillCtas) &&
                   plan.workspace_nbytes <= kMaxWorkspaceNbytes;
-  if (plan.parallel) {
-    const int64_t wanted = (kWantedCtas + plan.num_places - 1) / std::max<int64_t>(plan.num_places, 1);
-    plan.splits = int(std::min<int64_t>({wanted, plan.max_chunks, kMaxGridY}));
-  } else {
-    plan.splits = 1;
-    plan.finished_nbytes = plan.workspace_nbytes = 0;
-  }
+  if (!plan.parallel) plan.workspace_nbytes = 0;
   return plan;
+}
+
+// Multiprocessors x CTAs that each holds, but no more in all than could have work, or little more.
+inline dim3 parallel_grid(int64_t max_ctas, int multiprocessors, int ctas_per_multiprocessor) {
+  if (max_ctas < multiprocessors) return dim3(unsigned(std::max<int64_t>(max_ctas, 1)));
+  const int64_t each = (max_ctas + multiprocessors - 1) / multiprocessors;
+  return dim3(unsigned(multiprocessors),
+              unsigned(std::clamp<int64_t>(each, 1, std::max(ctas_per_multiprocessor, 1))));
 }
 
 }  // namespace paged_ops::launch

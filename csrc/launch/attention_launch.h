@@ -15,9 +15,15 @@ void launch_attention(const AttentionPlan& plan, const kernels::AttentionArgs& a
 template <class Tile, kernels::RowCopy kCopy>
 void launch_attention_tile(const AttentionPlan& plan, const kernels::AttentionArgs& args,
                            cudaStream_t stream) {
-  simt::launch(kernels::attention_kernel<Tile, kCopy>, dim3(unsigned(plan.num_places), unsigned(plan.splits)),
-               dim3(Tile::kWarps * kernels::kWarpSize),
-               kernels::AttentionShared<Tile, kCopy>::nbytes(plan.parallel), stream, args);
+  const auto kernel = kernels::attention_kernel<Tile, kCopy>;
+  constexpr unsigned kThreads = Tile::kWarps * kernels::kWarpSize;
+  constexpr size_t kShared = kernels::AttentionShared<Tile, kCopy>::kNbytes;
+  dim3 grid(unsigned(plan.num_places));
+  if (plan.parallel) {
+    const simt::Residency chip = simt::residency(kernel, kThreads, kShared);
+    grid = parallel_grid(plan.max_ctas(), chip.multiprocessors, chip.ctas_per_multiprocessor);
+  }
+  simt::launch(kernel, grid, dim3(kThreads), kShared, stream, args);
 }
 
 // Calls f with the kernel's head dim as a constant.

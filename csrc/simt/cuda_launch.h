@@ -4,6 +4,7 @@
 
 #include <map>
 #include <mutex>
+#include <tuple>
 #include <utility>
 #include <vector>
 
@@ -39,6 +40,33 @@ inline void allow_shared_memory(const void* kernel, size_t nbytes) {
   if (nbytes <= limit) return;
   SIMT_CHECK(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, int(nbytes)));
   limit = nbytes;
+}
+
+struct Residency {
+  int multiprocessors, ctas_per_multiprocessor;
+};
+
+// How many CTAs of a kernel the current device holds at once. Asked once per kernel and device.
+inline Residency residency(const void* kernel, unsigned threads, size_t shared_nbytes) {
+  static std::mutex mutex;
+  static std::map<std::tuple<const void*, int, size_t>, Residency> known;
+  int device = 0;
+  SIMT_CHECK(cudaGetDevice(&device));
+  allow_shared_memory(kernel, shared_nbytes);
+  std::lock_guard<std::mutex> lock(mutex);
+  const auto [entry, is_new] = known.try_emplace({kernel, device, shared_nbytes});
+  Residency& found = entry->second;
+  if (is_new || found.multiprocessors == 0) {
+    SIMT_CHECK(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&found.ctas_per_multiprocessor, kernel,
+                                                             int(threads), shared_nbytes));
+    SIMT_CHECK(cudaDeviceGetAttribute(&found.multiprocessors, cudaDevAttrMultiProcessorCount, device));
+  }
+  return found;
+}
+
+template <class... Parameters>
+Residency residency(void (*kernel)(Parameters...), unsigned threads, size_t shared_nbytes) {
+  return residency(reinterpret_cast<const void*>(kernel), threads, shared_nbytes);
 }
 
 // Launches kernel<<<grid, block, shared_nbytes, stream>>>(arguments...). Throws DeviceError when CUDA

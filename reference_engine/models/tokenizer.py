@@ -55,6 +55,10 @@ class Tokenizer:
         Args:
             add_special_tokens: also add what the model wants around a prompt, like a beginning-of-text id.
         """
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(f"the text is not valid Unicode: {error}") from None
         return list(self.backend.encode(text, add_special_tokens=add_special_tokens).ids)
 
     def decode(self, token_ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:

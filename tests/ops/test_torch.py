@@ -273,3 +273,70 @@ def test_registration_in_either_order_of_imports() -> None:
     for imports in ("import torch, paged_ops", "import paged_ops, torch"):
         code = f"{imports}; torch.ops.paged_ops.attention.default"
         subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- what would go wrong without a word --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_a_gradient_is_refused_when_compiled_too(target: Target, backend: str) -> None:
+    x = tensors_of(CASE, target)
+    query = x.query.float().to(x.query.dtype).requires_grad_()
+
+    def loss(query: Any) -> Any:
+        arguments = x.key_cache, x.value_cache, x.block_tables, x.seq_lens
+        return (paged_ops.paged_attention_decode(query, *arguments) + query).sum()
+
+    with target.use(), pytest.raises(Exception, match="query: requires a gradient"):
+        torch.compile(loss, fullgraph=True, backend=backend)(query)
+
+
+def test_an_old_tracer_records_the_ops(target: Target) -> None:
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    x = tensors_of(CASE, target)
+
+    def call(query: Any) -> Any:
+        return (
+            paged_ops.paged_attention_decode(query, x.key_cache, x.value_cache, x.block_tables, x.seq_lens)
+            * 1
+        )
+
+    with target.use():
+        wanted = call(x.query)
+        assert torch.equal(torch.jit.trace(call, (x.query,), check_trace=False)(x.query), wanted)
+        assert torch.equal(make_fx(call)(x.query)(x.query), wanted)
+
+
+def test_writes_are_counted_while_gradients_are_recorded(target: Target) -> None:
+    """A backward that needs what a cache held before it was written says so instead of being wrong."""
+    cache = torch.ones(2, 4, 1, 8, device=target.device)
+    weight = torch.ones(2, 4, 1, 8, device=target.device, requires_grad=True)
+    rows = torch.zeros(1, 1, 8, device=target.device)
+    slot = torch.zeros(1, dtype=torch.int64, device=target.device)
+    pairs = torch.tensor([[0, 1]], device=target.device)
+    writes = {
+        "write": lambda: paged_ops.write_kv_cache(rows, rows, cache, torch.ones_like(cache), slot),
+        "copy": lambda: paged_ops.copy_blocks(cache, pairs),
+        "swap": lambda: paged_ops.swap_blocks(torch.zeros_like(cache), cache, pairs.cpu()),
+    }
+    for name, write in writes.items():
+        loss = (weight * cache).sum()
+        with target.use():
+            write()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+            pytest.fail(name)
+    with torch.inference_mode(), target.use():
+        inner = torch.ones(2, 4, 1, 8, device=target.device)
+        paged_ops.copy_blocks(inner, pairs)
+
+
+def test_many_tensor_types_in_one_process(target: Target) -> None:
+    x = tensors_of(CASE, target)
+    for i in range(40):
+        kind = type(f"Tensor{i}", (torch.Tensor,), {})
+        with target.use():
+            paged_ops.paged_attention_decode(
+                x.query.as_subclass(kind), x.key_cache, x.value_cache, x.block_tables, x.seq_lens
+            )

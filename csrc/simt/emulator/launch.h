@@ -10,6 +10,19 @@
 
 namespace paged_ops::simt {
 
+struct Residency {
+  int multiprocessors, ctas_per_multiprocessor;
+};
+
+// How many CTAs of a kernel an H200 holds at once, as far as threads and shared memory say; the emulator
+// knows no registers.
+template <class... Parameters>
+Residency residency(void (*)(Parameters...), unsigned threads, size_t shared_nbytes) {
+  constexpr size_t kShared = 228 * 1024, kSystem = 1024;
+  const int by_threads = int(2048 / threads), by_shared = int(kShared / (shared_nbytes + kSystem));
+  return {config().multiprocessors, by_threads < by_shared ? by_threads : by_shared};
+}
+
 // kernel<<<grid, block, shared_nbytes, stream>>>(arguments...): the arguments are copied now, the kernel runs
 // when the stream comes to it. Throws Fault when the launch or the kernel breaks a rule of CUDA, and
 // DeviceError when the stream is not one.
