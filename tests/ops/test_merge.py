@@ -38,12 +38,22 @@ def test_empty_states_are_the_identity(ops: HostOps, dtype: str) -> None:
     assert (nothing == 0).all() and np.isneginf(lse_of_nothing).all()
 
 
-@pytest.mark.parametrize("head_dim", [1, 3, 12, 260])
+@pytest.mark.parametrize("head_dim", [0, 1, 3, 12, 260])
 def test_head_dims_that_no_kernel_takes_are_refused(ops: HostOps, head_dim: int) -> None:
     """A multiple of 8 in every op: the kernels move whole groups of 8, which here would go past the end."""
     states = merge_states(3, 2, head_dim, "float32")
     with pytest.raises(ValueError, match=f"^out_a: head_dim is {head_dim}"):
         ops.merge_attention_states(*states)
+
+
+@pytest.mark.parametrize("other", [-np.inf, 0.5, np.nan])
+@pytest.mark.parametrize("swapped", [False, True])
+def test_a_nan_lse_is_never_taken_for_an_empty_state(ops: HostOps, other: float, swapped: bool) -> None:
+    out = np.ones((1, 1, 8), np.float32)
+    states = [(out, np.array([[x]], np.float32)) for x in (np.nan, other)]
+    a, b = reversed(states) if swapped else states
+    _, lse = ops.merge_attention_states(*a, *b)
+    assert np.isnan(lse).all()
 
 
 def test_rows_do_not_depend_on_each_other(ops: HostOps) -> None:

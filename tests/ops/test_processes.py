@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing.connection
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -84,3 +86,24 @@ def test_number_of_threads() -> None:
         assert paged_ops.get_num_threads() == 3
     finally:
         paged_ops.set_num_threads(before)
+
+
+def test_a_subinterpreter_is_refused_at_once() -> None:
+    """Loading the native module there first would wait for the main interpreter for ever."""
+    code = """
+try:
+    import _interpreters as interpreters
+except ImportError:
+    import _xxsubinterpreters as interpreters
+inner = interpreters.create()
+interpreters.run_string(inner, '''
+try:
+    import paged_ops
+except ImportError as error:
+    print(error)
+''')
+"""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code], capture_output=True, text=True, timeout=60
+    )
+    assert "paged_ops works in the main interpreter only" in done.stdout, done.stderr

@@ -85,7 +85,11 @@ def test_stop_and_chat(folder: Path, capsys: pytest.CaptureFixture[str]) -> None
         (["--model", "{folder}/config.json"], "config.json"),
         (["--top-p", "2"], "top_p must be in (0, 1], got 2.0"),
         (["--max-tokens", "0"], "max_tokens must be at least 1, got 0"),
-        (["--num-blocks", "0"], "num_blocks: got 0, wanted at least 1"),
+        (["--num-blocks", "0"], "num_blocks: is 0, wanted at least 1"),
+        (["--num-blocks", str(10**10)], "GiB does not fit into memory"),
+        (["--block-size", "0"], "block_size: got 0, wanted at least 1"),
+        (["--n", "100000"], "n must be in 1..1024, got 100000"),
+        (["--prompt", "\udcff"], "not valid Unicode"),
         (["--system", "x"], "--system needs --chat"),
     ],
 )
@@ -175,8 +179,11 @@ def test_ctrl_c_ends_generate(folder: Path) -> None:
     assert process.returncode == 130 and err == ""
 
 
-def test_a_reader_that_goes_away_is_no_error(folder: Path) -> None:
-    process = start("generate", "--model", str(folder), *LONG, "--n=8")
+@pytest.mark.parametrize(
+    "arguments", [["generate", *LONG, "--n=8"], ["demo", "--max-tokens=100"]], ids=["generate", "demo"]
+)
+def test_a_reader_that_goes_away_is_no_error(folder: Path, arguments: list[str]) -> None:
+    process = start(*arguments, "--model", str(folder))
     assert process.stdout is not None and process.stderr is not None
     process.stdout.read(10)
     process.stdout.close()
