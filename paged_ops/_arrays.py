@@ -54,12 +54,13 @@ def empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
     )
 
 
-def count_writes(tensors: list[Any]) -> None:
+def count_writes(*tensors: Any) -> None:
     """Bump the version counters of torch tensors that an op has written, where torch keeps them."""
-    torch = sys.modules["torch"]
-    tracked = [tensor for tensor in tensors if not tensor.is_inference()]
-    if tracked:
-        torch.autograd.graph.increment_version(tracked)
+    increment = sys.modules["torch"].autograd.graph.increment_version
+    try:
+        increment(tensors)
+    except RuntimeError:  # inference tensors among them, which keep none
+        increment([tensor for tensor in tensors if not tensor.is_inference()])
 
 
 def dlpack_capsule(array: Any) -> Any:

@@ -304,13 +304,15 @@ class _TracedOps:
         return key, value, cu_seqlens
 
 
+# Looked up once: every eager call asks.
+_is_compiling = torch.compiler.is_compiling
+_num_dispatch_modes = torch._C._len_torch_dispatch_stack
+_jit_tracing_state = torch._C._get_tracing_state
+
+
 def _tracing() -> bool:
     """Whether somebody records ops instead of only running them: dynamo, a dispatch mode, torch.jit.trace."""
-    return (
-        torch.compiler.is_compiling()
-        or torch._C._len_torch_dispatch_stack() > 0
-        or torch._C._get_tracing_state() is not None
-    )
+    return _is_compiling() or _num_dispatch_modes() != 0 or _jit_tracing_state() is not None
 
 
 ops._torch_ops = _TracedOps

@@ -383,10 +383,15 @@ bool require_no_gradient(std::initializer_list<const Array*> arrays) {
 }
 
 void count_writes(std::initializer_list<const Array*> arrays) {
-  py::list written;
+  static PyObject* count = py::object(arrays_module().attr("count_writes")).release().ptr();
+  PyObject* written[4];
+  size_t num_written = 0;
   for (const Array* array : arrays)
-    if (array && array->has_autograd()) written.append(array->object());
-  if (py::len(written)) arrays_module().attr("count_writes")(written);
+    if (array && array->has_autograd()) written[num_written++] = array->object().ptr();
+  if (num_written == 0) return;
+  PyObject* done = PyObject_Vectorcall(count, written, num_written, nullptr);
+  if (!done) throw py::error_already_set();
+  Py_DECREF(done);
 }
 
 void* current_stream(const Array& array) {
