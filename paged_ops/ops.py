@@ -74,8 +74,11 @@ def paged_attention_decode(
     Args:
         query: ``[num_seqs, num_q_heads, head_dim]``; ``num_q_heads`` is a multiple of the caches'
             ``num_kv_heads``.
-        key_cache, value_cache, block_tables, seq_lens: see the module. A sequence of length 0 gives output 0
-            and LSE ``-inf``.
+        key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` of the query's dtype, any
+            strides with the last dimension contiguous; head_dim a multiple of 8 up to 256, value_cache's may
+            differ from key_cache's.
+        block_tables: int32 ``[num_seqs, max_blocks_per_seq]``; entries past a sequence's length are not read.
+        seq_lens: int32 ``[num_seqs]``. A sequence of length 0 gives output 0 and LSE ``-inf``.
         scale: multiplies the logits; default ``head_dim ** -0.5``.
         out: ``[num_seqs, num_q_heads, value_head_dim]`` of the query's dtype, written in full; allocated when
             None. It may not share memory with an input.
@@ -235,7 +238,7 @@ def write_kv_cache(
     Args:
         key: ``[num_tokens, num_kv_heads, head_dim]``, dtype of the caches, last dimension contiguous.
         value: ``[num_tokens, num_kv_heads, value_head_dim]``.
-        key_cache, value_cache: written in place.
+        key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, written in place.
         slot_mapping: int64, at most ``num_tokens`` slots: it says how many rows are written, so ``key`` and
             ``value`` may be padded. A negative slot skips its row. No slot may come twice (the result would
             be either row).
@@ -303,7 +306,7 @@ def gather_kv_cache(
     """Gather the sequences' keys and values into contiguous rows, one sequence after the other.
 
     Args:
-        key_cache, value_cache, block_tables, seq_lens: see the module.
+        key_cache, value_cache, block_tables, seq_lens: as in :func:`paged_attention_decode`.
         out: ``(key, value)`` to write to, ``[num_rows, num_kv_heads, head_dim]`` each.
         num_tokens: rows to allocate without ``out``. On the CPU the default is the sum of ``seq_lens``; on a
             GPU, where reading it would stop the stream, the bound ``num_seqs * max_blocks_per_seq *
