@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import random
 import statistics
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+# (turn, number of calls) -> seconds per call. A turn chooses the data, so that successive ones are cold.
+Clock = Callable[[int, int], float]
 
 
 @dataclass(frozen=True)
@@ -19,6 +24,70 @@ class Timing:
 
     def as_dict(self) -> dict[str, float]:
         return asdict(self)
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Quartiles and extremes of a number that was measured once per round."""
+
+    median: float
+    q1: float
+    q3: float
+    low: float
+    high: float
+
+    @classmethod
+    def of(cls, numbers: Sequence[float]) -> Spread:
+        q1, median, q3 = (
+            statistics.quantiles(numbers, n=4, method="inclusive") if len(numbers) > 1 else numbers * 3
+        )
+        return cls(median, q1, q3, min(numbers), max(numbers))
+
+    def as_dict(self) -> dict[str, float]:
+        return {name: float(f"{value:.5g}") for name, value in asdict(self).items()}
+
+
+def sample_in_turn(
+    clocks: Mapping[str, Clock], *, rounds: int, round_seconds: float = 1e-3, settle_seconds: float = 2e-3
+) -> dict[str, list[float]]:
+    """Seconds per call of each clock, once per round; element i of all lists is of the same round.
+
+    Before each measurement a pause lets the thread pools of the one before go to sleep, and a call that is
+    not counted wakes its own.
+    """
+    turns = itertools.count()
+
+    def measure(clock: Clock, num_calls: int) -> float:
+        return clock([next(turns) for _ in range(num_calls)][0], num_calls)
+
+    num_calls = {}
+    for name, clock in clocks.items():
+        measure(clock, 1)
+        num_calls[name] = max(1, min(1000, int(round_seconds / max(measure(clock, 1), 1e-7))))
+    order = list(clocks)
+    shuffle = random.Random(0).shuffle
+    seconds: dict[str, list[float]] = {name: [] for name in clocks}
+    for _ in range(rounds):
+        shuffle(order)  # so that nobody always runs after the same neighbour
+        for name in order:
+            time.sleep(settle_seconds)
+            measure(clocks[name], 1)
+            seconds[name].append(measure(clocks[name], num_calls[name]))
+    return seconds
+
+
+def called(call: Callable[[int], Any], *, before: Callable[[], Any] | None = None) -> Clock:
+    """The clock of a Python call that takes the turn; what comes before it is not counted."""
+
+    def clock(turn: int, num_calls: int) -> float:
+        if before is not None:
+            before()
+        begin = time.perf_counter()
+        for i in range(turn, turn + num_calls):
+            call(i)
+        return (time.perf_counter() - begin) / num_calls
+
+    return clock
 
 
 def time_interleaved(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,26 +22,39 @@ class Shape:
     head_dim: int
     block_size: int = 16
     dtype: str = "bfloat16"
+    layout: Literal["NHD", "HND"] = "NHD"
 
     def __str__(self) -> str:
         return (
             f"{self.dtype} {self.num_seqs}x{self.seq_len} kv{self.num_kv_heads} g{self.group} "
-            f"d{self.head_dim} block{self.block_size}"
+            f"d{self.head_dim} block{self.block_size}" + (" HND" if self.layout == "HND" else "")
         )
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
     @property
     def kv_nbytes(self) -> int:
         """Bytes of K and V that the batch reads: what bounds a decode."""
-        itemsize = getattr(torch, self.dtype).itemsize
+        itemsize = self.torch_dtype.itemsize
         return 2 * self.num_seqs * self.seq_len * self.num_kv_heads * self.head_dim * itemsize
 
     def inputs(self, device: str, seed: int = 0) -> Inputs:
         generator = torch.Generator(device).manual_seed(seed)
-        dtype = getattr(torch, self.dtype)
+        dtype = self.torch_dtype
         blocks_per_seq = -(-self.seq_len // self.block_size)
         num_blocks = self.num_seqs * blocks_per_seq
         pool = paged_ops.allocate_kv_pool(
-            num_blocks, self.block_size, 1, self.num_kv_heads, self.head_dim, dtype=dtype, device=device
+            num_blocks,
+            self.block_size,
+            1,
+            self.num_kv_heads,
+            self.head_dim,
+            dtype=dtype,
+            device=device,
+            layout=self.layout,
         )
         # One cheap pass instead of a normal number per element: pools may be many gigabytes. Keys of
         # spread 1 and queries of spread 2 give logits a standard deviation of about 2.
@@ -103,3 +117,31 @@ class Inputs:
             host(self.seq_lens[:num_checked]),
         )
         return float(np.abs(host(out[:num_checked]) - expected).max() / np.abs(expected).max())
+
+    def complaint(self, out: Any, sequences: Sequence[int]) -> str:
+        """What is wrong with these sequences' rows by the bounds that the tests use; empty if nothing is."""
+        import numpy as np
+
+        from paged_ops.testing import arrays, cases, tolerance
+
+        rows = torch.tensor(sequences)
+        tables = self.block_tables[rows]
+        used, lens = tables.flatten().long(), self.seq_lens[rows]
+        case = cases.Case(
+            tuple(lens.tolist()),
+            dtype=str(self.query.dtype).removeprefix("torch."),
+            num_q_heads=self.query.shape[1],
+            num_kv_heads=self.key_cache.shape[2],
+            head_dim=self.query.shape[2],
+            block_size=self.key_cache.shape[1],
+        )
+        inputs = cases.Inputs(
+            case=case,
+            query=arrays.to_numpy(self.query[rows]),
+            key_cache=arrays.to_numpy(self.key_cache[used]),
+            value_cache=arrays.to_numpy(self.value_cache[used]),
+            block_tables=np.arange(len(used), dtype=np.int32).reshape(tables.shape),
+            seq_lens=arrays.to_numpy(lens),
+            cu_seqlens_q=None,
+        )
+        return tolerance.expected_attention(inputs).complaint(arrays.to_numpy(out[rows]))

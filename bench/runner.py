@@ -1,0 +1,152 @@
+"""Runs a case: checks every candidate, times them in turn, and turns the rounds into ratios and goals met."""
+
+from __future__ import annotations
+
+import os
+import platform
+import statistics
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import paged_ops
+from bench.case import Candidate, Case, Goal, Setting, Trial
+from bench.timing import Spread, sample_in_turn
+
+Row = dict[str, Any]
+
+
+def run_cases(cases: Iterable[Case], setting: Setting, rounds: int) -> Iterator[Row]:
+    """The rows of all cases, as they are done."""
+    before = paged_ops._native.cpu_isa()
+    try:
+        with torch.inference_mode():
+            for case in cases:
+                yield from run_case(case, setting, rounds)
+    finally:
+        paged_ops._native.set_cpu_isa(before)
+
+
+def run_case(case: Case, setting: Setting, rounds: int) -> list[Row]:
+    """One row per variant of ours. A candidate whose result is wrong is told of and not timed."""
+    trial = case.build(setting)
+    complaints = {name: complaint_of(candidate) for name, candidate in {**trial.others, **trial.ours}.items()}
+    for name, candidate in trial.others.items():  # a peer in another process may have ended since
+        complaints[name] = complaints[name] or _failure_to_run(candidate)
+    sound = {name: c for name, c in {**trial.others, **trial.ours}.items() if not complaints[name]}
+    seconds = sample_in_turn({name: c.clock for name, c in sound.items()}, rounds=rounds)
+    for name, members in trial.best_of.items():
+        if all(member in seconds for member in members):
+            # One of them for all rounds; the quickest of each round would be a better one than any is.
+            seconds[name] = seconds[min(members, key=lambda member: statistics.median(seconds[member]))]
+    wrong_peers = {name: complaints[name] for name in trial.others if complaints[name]}
+    return [
+        {
+            "suite": case.suite,
+            "case": case.name,
+            "variant": variant,
+            "verified": variant in sound,
+            "complaint": complaints[variant],
+            "wrong_peers": wrong_peers,
+            **(_measured(variant, trial, seconds) if variant in sound else {}),
+        }
+        for variant in trial.ours
+    ]
+
+
+def complaint_of(candidate: Candidate) -> str:
+    """What is wrong with the candidate, whatever way it fails; turns 0 and 1 read different data."""
+    if candidate.check is None:
+        return ""
+    try:
+        return candidate.check(0) or candidate.check(1)
+    except Exception as error:  # a peer that fails is a result, not the end of the run
+        return f"{type(error).__name__}: {error}"[:500]
+
+
+def _failure_to_run(candidate: Candidate) -> str:
+    try:
+        candidate.clock(0, 1)
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"[:500]
+    return ""
+
+
+def _measured(variant: str, trial: Trial, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    ours, times = trial.ours[variant], seconds[variant]
+    own = Spread.of(times)
+    others = {name: of for name, of in seconds.items() if name not in trial.ours}
+    found: dict[str, Any] = {
+        "seconds": own.as_dict(),
+        "nbytes": ours.nbytes,
+        "gb_per_s": round(ours.nbytes / own.median / 1e9, 2),
+        "others": {name: Spread.of(of).as_dict() for name, of in others.items()},
+        "limits": [name for name in trial.others if trial.others[name].check is None],
+        "ratios": {
+            name: Spread.of([b / a for a, b in zip(times, of, strict=True)]).as_dict()
+            for name, of in others.items()
+        },
+        "goals": [
+            goal_reached(goal, variant, trial, seconds)
+            for goal in trial.goals.get(variant, ())
+            if not goal.of or goal.of in seconds  # a peer or the limits may be missing
+        ],
+    }
+    if ours.operations:
+        found["tflops"] = round(ours.operations / own.median / 1e12, 3)
+    return found
+
+
+def goal_reached(goal: Goal, variant: str, trial: Trial, seconds: dict[str, list[float]]) -> dict[str, Any]:
+    """A goal beside what was measured: the metric of each round, and whether its median is good enough."""
+    ours, kind = trial.ours[variant], goal.metric.partition(":")[0]
+
+    def metric(own: float, of: float) -> float:
+        if kind == "seconds":
+            return own
+        if kind == "tflops":
+            return ours.operations / own / 1e12
+        if kind == "share":
+            return of / own
+        if kind == "time":
+            return own / of
+        if kind == "per_byte":
+            return own / of * trial.others[goal.of].nbytes / ours.nbytes
+        if kind == "beyond":
+            return own - of
+        raise ValueError(f"metric: is {goal.metric!r}")
+
+    own, of = seconds[variant], seconds[goal.of or variant]
+    spread = Spread.of([metric(a, b) for a, b in zip(own, of, strict=True)])
+    return {
+        **asdict(goal),
+        "measured": spread.as_dict(),
+        "of_best": float(f"{metric(min(own), min(of)):.5g}"),
+        "met": goal.met(spread.median),
+    }
+
+
+def machine(setting: Setting) -> dict[str, Any]:
+    """What the figures come from."""
+    model = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = names[0].partition(":")[2].strip() if names else model
+    found: dict[str, Any] = {
+        "cpu": model,
+        "cpus": len(os.sched_getaffinity(0)),
+        "threads": setting.num_threads,
+        "isas": list(setting.isas),
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "load": [round(x, 2) for x in os.getloadavg()],  # of others too: read ratios, not times
+        "arena_mib": setting.arena.nbytes >> 20,
+    }
+    if setting.limits is not None:
+        found["multiply_add_gflops"] = round(setting.limits.multiply_add_rate() / 1e9, 1)
+        found["tile_tflops"] = round(setting.limits.tile_rate() / 1e12, 2)
+    return found
