@@ -64,6 +64,7 @@ class Case:
     name: str
     build: Callable[[Setting], Trial]
     quick: bool = True  # part of the quick form
+    num_threads: int = 0  # 0: as many as the run has
 
 
 @dataclass

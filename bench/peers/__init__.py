@@ -25,10 +25,10 @@ class Peer:
     def copy(self, setting: Setting, data: Any) -> dict[str, Candidate]:
         return {}
 
-    def prefill(self, setting: Setting, data: Any) -> dict[str, Candidate]:
+    def prefill(self, setting: Setting, shape: Any) -> dict[str, Candidate]:
         return {}
 
-    def overhead(self, setting: Setting, data: Any) -> dict[str, Candidate]:
+    def overhead(self, setting: Setting, shape: Any) -> dict[str, Candidate]:
         return {}
 
     def close(self) -> None:

@@ -42,6 +42,9 @@ class VllmPeer(Peer):
     def decode(self, setting: Setting, shape: Shape, order: str, most: int) -> dict[str, Candidate]:
         return self._candidates(shape, 1, order, most)
 
+    def prefill(self, setting: Setting, shape: Shape) -> dict[str, Candidate]:
+        return self._candidates(shape, shape.seq_len, "random", 16)
+
     def _candidates(self, shape: Shape, query_len: int, order: str, most: int) -> dict[str, Candidate]:
         if shape.dtype != "bfloat16" or shape.head_dim % 32:
             return {}
