@@ -22,6 +22,7 @@ help:
 	@echo "make lint           ruff, mypy, clang-format"
 	@echo "make audit          check the compiled CUDA kernels: spills, copy widths, bytes in flight (needs nvcc)"
 	@echo "make cuda-from-pip  build the CUDA backend with NVIDIA's compiler wheels, without a system toolkit"
+	@echo "make bench          ours beside the machine's limits and the peers, checked first; FULL=1 for every case"
 	@echo "make gpu-report     everything that needs a GPU, in one report; PYTHON=python3 uses that interpreter as it is"
 
 demo: $(VENV)/.demo
@@ -55,6 +56,10 @@ cuda-from-pip: $(VENV)/.venv
 
 gpu-report:
 	$(PYTHON) -m bench.gpu_report
+
+bench: $(VENV)/.test
+	mkdir -p build/bench
+	$(PY) -m pytest bench -q $(if $(FULL),--full) --benchmark-json=build/bench/pytest-benchmark.json $(PYTEST_ARGS)
 
 clean:
 	rm -rf build dist *.egg-info paged_ops/*.so $(VENV)/.demo $(VENV)/.test
