@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from bench import timing
 from bench.arena import Arena
 from bench.limits import Limits
 from bench.timing import Clock
@@ -77,6 +78,11 @@ class Setting:
     peers: Peers
     limits: Limits | None
     shrink: int = 1  # lengths are divided by this: for smoke tests
+
+    def waited(self) -> float:
+        """Seconds for which the threads of all candidates so far were ready and had no CPU."""
+        limits = self.limits.waited() if self.limits is not None else 0.0
+        return timing.waited() + limits + self.peers.waited()
 
     def length(self, num_tokens: int, at_least: int = 1) -> int:
         return max(num_tokens // self.shrink, at_least)

@@ -10,8 +10,8 @@ _BAR, _GAP, _LEFT, _SCALE, _TOP = 13, 12, 250, 4.6, 56
 
 
 def bars(told: dict[str, Any]) -> str:
-    """Percent of the first limit of each row, or, without one, of the fastest candidate."""
-    groups = [(label, shares) for row in told["rows"] if row["verified"] for label, shares in [_shares(row)]]
+    """Percent of each row's first limit, ours and the peers'; rows without a limit are left out."""
+    groups = [_shares(row, told["peers"]) for row in told["rows"] if row["verified"] and row["limits"]]
     names = list(dict.fromkeys(name for _, shares in groups for name in shares))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
     width, y, body = int(_LEFT + 100 * _SCALE + 80), _TOP, []
@@ -52,12 +52,8 @@ def bars(told: dict[str, Any]) -> str:
     )
 
 
-def _shares(row: dict[str, Any]) -> tuple[str, dict[str, float]]:
+def _shares(row: dict[str, Any], known_peers: list[str]) -> tuple[str, dict[str, float]]:
     ratios = {name: spread["median"] for name, spread in row["ratios"].items()}
-    peers = {name: ratio for name, ratio in ratios.items() if name not in row["limits"]}
-    if row["limits"] and row["limits"][0] in ratios:
-        own = ratios[row["limits"][0]]
-    else:
-        own = min([1.0, *peers.values()])
-    shares = {"ours": own} | {name: own / ratio for name, ratio in peers.items()}
-    return f"{row['suite']} {row['case']} {row['variant']}", shares
+    own = ratios[row["limits"][0]]
+    peers = {name: own / ratio for name, ratio in ratios.items() if name.split()[0] in known_peers}
+    return f"{row['suite']} {row['case']} {row['variant']}", {"ours": own} | peers

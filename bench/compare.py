@@ -5,7 +5,8 @@
 
 Every candidate's result is checked before it is timed: ours against the float64 oracle. Ratios are taken
 within a round, then their median and quartiles over the rounds; on a busy machine they are what can be read,
-and "of best times" is the ratio of each side's best round. Ends with status 1 if a result of ours was wrong.
+"of best times" is the ratio of each side's best round, and "disturbed" the part of the measurements in which
+threads had to wait for a CPU that somebody else used. Ends with status 1 if a result of ours was wrong.
 Goals that are not met are told, and change nothing.
 """
 

@@ -64,7 +64,7 @@ def run(
 ) -> Callable[[Case], None]:
     """Checks the case, takes its ratios in interleaved rounds, then times our best variant by itself.
 
-    pytest-benchmark's own figures are the latter. They hold half a microsecond of our clock, and where ops run
+    These are pytest-benchmark's own figures. They hold half a microsecond of our clock, and where ops run
     in turn both of them; the ratios, in extra_info and in the report, hold neither.
     """
     stash = request.config.stash
@@ -75,7 +75,7 @@ def run(
         told = stash[_REPORT]
         with torch.inference_mode():
             trial = runner.make_ready(case, setting)
-            rows = runner.measure(case, trial, told["rounds"])
+            rows = runner.measure(case, trial, told["rounds"], setting.waited)
             told["rows"] += rows
             wrong = [f"{row['variant']}: {row['complaint']}" for row in rows if not row["verified"]]
             assert not wrong, wrong

@@ -9,6 +9,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdint>
+#include <cstdio>
 #include <cstring>
 #include <functional>
 #include <thread>
@@ -31,6 +32,17 @@ constexpr size_t kStep = 4 * kLine;  // read per turn of a loop, into as many ac
 
 std::atomic<int64_t> sink;  // results go here, so that nothing is optimised away
 
+// Nanoseconds that threads started here were ready to run and had no CPU: what others on the machine took.
+std::atomic<int64_t> waited_ns;
+
+void count_waiting() {
+  std::FILE* file = std::fopen("/proc/thread-self/schedstat", "r");
+  if (file == nullptr) return;
+  long long ran = 0, waited = 0;
+  if (std::fscanf(file, "%lld %lld", &ran, &waited) == 2) waited_ns.fetch_add(waited);
+  std::fclose(file);
+}
+
 // Runs work(0) .. work(num_threads - 1) side by side; from the first one's start to the last one's end.
 double seconds_side_by_side(int num_threads, const std::function<void(int)>& work) {
   std::atomic<int> waiting{num_threads};
@@ -46,7 +58,12 @@ double seconds_side_by_side(int num_threads, const std::function<void(int)>& wor
     end[thread] = Clock::now();
   };
   std::vector<std::thread> others;
-  for (int thread = 1; thread < num_threads; thread++) others.emplace_back(run, thread);
+  for (int thread = 1; thread < num_threads; thread++) {
+    others.emplace_back([&run, thread] {
+      run(thread);
+      count_waiting();
+    });
+  }
   run(0);
   for (std::thread& other : others) other.join();
   const auto first = *std::min_element(begin.begin(), begin.end());
@@ -212,6 +229,9 @@ double copy(char* const* to, const char* const* from, int64_t num_pieces, size_t
   });
   return seconds / repeats;
 }
+
+// Since the library was loaded; the calling thread's own waiting is not in it.
+double waited_seconds() { return 1e-9 * double(waited_ns.load()); }
 
 // Operations per second of float32 multiply-adds in vectors (two operations each).
 double multiply_add_rate(int num_threads, int64_t rounds) {

@@ -65,6 +65,7 @@ class Limits:
             "copy": [pointer, pointer, count, size, integer, integer],
             "multiply_add_rate": [integer, count],
             "tile_rate": [integer, count],
+            "waited_seconds": [],
         }.items():
             function = getattr(library, name)
             function.argtypes, function.restype = arguments, ctypes.c_double
@@ -117,6 +118,10 @@ class Limits:
     def tile_rate(self) -> float:
         """Operations per second of bfloat16 tiles; 0 where there are none."""
         return float(self._library.tile_rate(self.num_threads, 50_000))
+
+    def waited(self) -> float:
+        """Seconds for which the threads of all measurements so far were ready to run and had no CPU."""
+        return float(self._library.waited_seconds())
 
     def _read(self, begin: int, nbytes: int, form: int, repeats: int) -> float:
         return float(self._library.read_in_sequence(begin, nbytes, self.num_threads, form, repeats))

@@ -27,6 +27,7 @@ def rows_table(rows: list[Row]) -> str:
     header = [
         "case",
         "variant",
+        "disturbed",
         "us (quartiles)",
         "MiB",
         "GB/s",
@@ -36,7 +37,7 @@ def rows_table(rows: list[Row]) -> str:
     header += [f"{name} / ours" for name in peers]
     lines = []
     for row in rows:
-        line = [row["case"], row["variant"]]
+        line = [row["case"], row["variant"], f"{100 * row['disturbed']:.0f}%"]
         if not row["verified"]:
             lines.append([*line, f"WRONG: {row['complaint'][:60]}", *[""] * (len(header) - 3)])
             continue
@@ -49,7 +50,7 @@ def rows_table(rows: list[Row]) -> str:
         line += [_spread(ratios[name], 100, ".0f") if name in ratios else "" for name in limits]
         line += [_spread(ratios[name], 1, ".2f") if name in ratios else "" for name in peers]
         lines.append(line)
-    used = [i for i in range(len(header)) if i < 2 or any(line[i] not in ("", "0") for line in lines)]
+    used = [i for i in range(len(header)) if i < 3 or any(line[i] not in ("", "0") for line in lines)]
     return table([header[i] for i in used], [[line[i] for i in used] for line in lines])
 
 
@@ -69,7 +70,7 @@ def goals_table(rows: list[Row]) -> str:
                     f"{'>=' if least else '<='} {_number(bound)}",
                     f"{_number(measured['median'])} ({_number(measured['q1'])} to {_number(measured['q3'])})",
                     _number(goal["of_best"]),
-                    "met" if goal["met"] else "NOT MET",
+                    ("met" if goal["met"] else "NOT MET") + (", DISTURBED" if row["disturbed"] > 0.5 else ""),
                 ]
             )
     header = ["work", "case", "metric", "goal", "median (quartiles)", "of best times", ""]

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import platform
 import statistics
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from typing import Any
 import torch
 
 import paged_ops
+from bench import timing
 from bench.case import Candidate, Case, Goal, Setting, Trial
-from bench.timing import Spread, sample_in_turn
+from bench.timing import Spread
 
 Row = dict[str, Any]
 
@@ -32,7 +34,7 @@ def run_cases(cases: Iterable[Case], setting: Setting, rounds: int) -> Iterator[
 
 def run_case(case: Case, setting: Setting, rounds: int) -> list[Row]:
     """One row per variant of ours. A candidate whose result is wrong is told of and not timed."""
-    return measure(case, make_ready(case, setting), rounds)
+    return measure(case, make_ready(case, setting), rounds, setting.waited)
 
 
 def make_ready(case: Case, setting: Setting) -> Trial:
@@ -45,13 +47,17 @@ def make_ready(case: Case, setting: Setting) -> Trial:
     return case.build(setting)
 
 
-def measure(case: Case, trial: Trial, rounds: int) -> list[Row]:
+def measure(case: Case, trial: Trial, rounds: int, waited: Callable[[], float] = timing.waited) -> list[Row]:
     """Checks and times what is ready."""
     complaints = {name: complaint_of(candidate) for name, candidate in {**trial.others, **trial.ours}.items()}
     for name, candidate in trial.others.items():  # a peer in another process may have ended since
         complaints[name] = complaints[name] or _failure_to_run(candidate)
     sound = {name: c for name, c in {**trial.others, **trial.ours}.items() if not complaints[name]}
-    seconds = sample_in_turn({name: c.clock for name, c in sound.items()}, rounds=rounds)
+    clocks = {name: c.clock for name, c in sound.items()}
+    samples = timing.sample_in_turn(clocks, rounds=rounds, waited=waited)
+    seconds = dict(samples.seconds)
+    flags = list(itertools.chain(*samples.disturbed.values()))
+    share_disturbed = round(statistics.fmean(flags), 2) if flags else 0.0
     for name, members in trial.best_of.items():
         if all(member in seconds for member in members):
             # One of them for all rounds; the quickest of each round would be a better one than any is.
@@ -65,6 +71,7 @@ def measure(case: Case, trial: Trial, rounds: int) -> list[Row]:
             "verified": variant in sound,
             "complaint": complaints[variant],
             "wrong_peers": wrong_peers,
+            "disturbed": share_disturbed,
             **(_measured(variant, trial, seconds) if variant in sound else {}),
         }
         for variant in trial.ours

@@ -31,6 +31,10 @@ class Peer:
     def overhead(self, setting: Setting, shape: Any) -> dict[str, Candidate]:
         return {}
 
+    def waited(self) -> float:
+        """Seconds for which threads in other processes of the peer were ready and had no CPU."""
+        return 0.0
+
     def close(self) -> None:
         pass
 
@@ -53,6 +57,9 @@ class Peers:
         for peer in self.found.values():
             found |= getattr(peer, op)(*arguments)
         return found
+
+    def waited(self) -> float:
+        return sum(peer.waited() for peer in self.found.values())
 
     def close(self) -> None:
         for peer in self.found.values():

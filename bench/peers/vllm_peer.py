@@ -29,6 +29,7 @@ _CLOSE_ENOUGH = 0.03  # it rounds probabilities to bfloat16
 
 class VllmPeer(Peer):
     def __init__(self, *, arena_nbytes: int, num_threads: int, vllm_python: str = "") -> None:
+        self._waited = 0.0
         interpreter = vllm_python or os.environ.get("VLLM_PYTHON", sys.executable)
         self._process = subprocess.Popen(
             [interpreter, str(WORKER)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
@@ -78,9 +79,14 @@ class VllmPeer(Peer):
             return "" if error < _CLOSE_ENOUGH else f"wrong by {error:.3g} of the largest output"
 
         def clock(turn: int, num_calls: int) -> float:
-            return float(self._ask(do="time", name=name, turn=turn, num_calls=num_calls)["seconds"])
+            answer = self._ask(do="time", name=name, turn=turn, num_calls=num_calls)
+            self._waited += answer["waited"]
+            return float(answer["seconds"])
 
         return Candidate(clock, check, shape.kv_nbytes)
+
+    def waited(self) -> float:
+        return self._waited
 
     def close(self) -> None:
         if self._process.stdin:

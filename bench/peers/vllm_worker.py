@@ -112,10 +112,17 @@ class Worker:
 
     def time(self, name: str, turn: int, num_calls: int) -> dict[str, Any]:
         calls, attend = self.cases[name], self.ops.cpu_attention_with_kv_cache
+        before = _waited()
         begin = time.perf_counter()
         for i in range(turn, turn + num_calls):
             attend(*calls[i % len(calls)])
-        return {"seconds": (time.perf_counter() - begin) / num_calls}
+        end = time.perf_counter()
+        return {"seconds": (end - begin) / num_calls, "waited": _waited() - before}
+
+
+def _waited() -> float:
+    """Seconds for which this process's threads were ready to run and had no CPU."""
+    return 1e-9 * sum(int(p.read_text().split()[1]) for p in Path("/proc/self/task").glob("*/schedstat"))
 
 
 def _noise_on_huge_pages(nbytes: int) -> Any:

@@ -161,12 +161,34 @@ def test_rounds_are_interleaved_on_fresh_turns() -> None:
 
         return measure
 
-    seconds = sample_in_turn({"a": clock("a"), "b": clock("b")}, rounds=4, settle_seconds=0)
-    assert seconds == {"a": [1.0] * 4, "b": [1.0] * 4}
+    clocks = {"a": clock("a"), "b": clock("b")}
+    samples = sample_in_turn(clocks, rounds=4, settle_seconds=0, waited=lambda: 0.0)
+    assert samples.seconds == {"a": [1.0] * 4, "b": [1.0] * 4}
     turns = [turn for _, turn in told]
     assert turns == list(range(len(turns)))  # nobody meets data that was touched before
     timed = [name for name, _ in told[4:]][::2]
     assert all({*timed[i : i + 2]} == {"a", "b"} for i in range(0, 8, 2))
+
+
+def test_a_disturbed_measurement_is_taken_again() -> None:
+    # The times get better and better, the waiting first worse, then none: only the waiting may decide.
+    waiting, times = (
+        [0.5, 0.2, 0.4, 0.0, 0.9],
+        iter([9.0, 9.0, 9.0, 5.0, 8.0, 4.0, 7.0, 3.0, 6.0, 2.0, 6.0, 1.0]),
+    )
+    steps = iter(step for share in waiting for step in (0.0, share))
+    total = [0.0]
+
+    def clock(turn: int, num_calls: int) -> float:
+        return next(times)
+
+    def waited() -> float:
+        total[0] += next(steps) * 10
+        return total[0]
+
+    samples = sample_in_turn({"a": clock}, rounds=2, settle_seconds=0, waited=waited)
+    assert samples.disturbed == {"a": [True, False]}
+    assert samples.seconds == {"a": [4.0, 2.0]}  # the second of three tries, then the first
 
 
 def test_spread() -> None:
