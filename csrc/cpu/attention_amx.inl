@@ -33,6 +33,22 @@ constexpr int columns_for(int num_rows) {
   return num_rows <= 1 ? 1 : num_rows <= 2 ? 2 : num_rows <= 4 ? 4 : num_rows <= 8 ? 8 : 16;
 }
 
+// At so many places in turning kStepTokens scores of each row into weights something can be prefetched.
+constexpr int weight_steps(int columns) { return columns == 1 ? 2 : 4; }
+
+constexpr float kWeight[5] = {1.0f, 0.693124175f, 0.240240991f, 0.0559064262f, 0.00958285294f};
+
+// 2^x for a logit less its reference: a polynomial of degree 4 with p(0) = 1 on [-1/2, 1/2], relative error
+// 3e-6 before rounding (fitted as exp2_constants.inl says). Weights are rounded to bf16, to 2e-3.
+inline Vec weight_of(Vec x) {
+  const Vec whole = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+  const Vec f = sub(x, whole);
+  Vec y = broadcast(kWeight[4]);
+#pragma GCC unroll 4
+  for (int i = 3; i >= 0; i--) y = fma(y, f, broadcast(kWeight[i]));
+  return _mm512_scalef_ps(y, whole);
+}
+
 // The greatest of the lanes whose index is the same modulo kColumns, in each of them.
 template <int kColumns>
 inline Vec max_of_column(Vec x) {
@@ -41,6 +57,36 @@ inline Vec max_of_column(Vec x) {
   if constexpr (kColumns <= 2) x = max(x, _mm512_permute_ps(x, 0x4e));
   if constexpr (kColumns <= 1) x = max(x, _mm512_permute_ps(x, 0xb1));
   return x;
+}
+
+// Rows and columns of a matrix of 32-bit words change places.
+inline void transpose(__m512i (&x)[16]) {
+  __m512i y[16];
+#pragma GCC unroll 8
+  for (int i = 0; i < 16; i += 2) {
+    y[i] = _mm512_unpacklo_epi32(x[i], x[i + 1]);
+    y[i + 1] = _mm512_unpackhi_epi32(x[i], x[i + 1]);
+  }
+#pragma GCC unroll 4
+  for (int i = 0; i < 16; i += 4) {  // x[i + j]: word j of each quarter, of rows i .. i + 3
+    x[i] = _mm512_unpacklo_epi64(y[i], y[i + 2]);
+    x[i + 1] = _mm512_unpackhi_epi64(y[i], y[i + 2]);
+    x[i + 2] = _mm512_unpacklo_epi64(y[i + 1], y[i + 3]);
+    x[i + 3] = _mm512_unpackhi_epi64(y[i + 1], y[i + 3]);
+  }
+#pragma GCC unroll 4
+  for (int j = 0; j < 4; j++) {  // quarters
+    const __m512i a = _mm512_shuffle_i32x4(x[j], x[4 + j], 0x88),
+                  b = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0x88);
+    const __m512i c = _mm512_shuffle_i32x4(x[j], x[4 + j], 0xdd),
+                  d = _mm512_shuffle_i32x4(x[8 + j], x[12 + j], 0xdd);
+    y[j] = _mm512_shuffle_i32x4(a, b, 0x88);
+    y[8 + j] = _mm512_shuffle_i32x4(a, b, 0xdd);
+    y[4 + j] = _mm512_shuffle_i32x4(c, d, 0x88);
+    y[12 + j] = _mm512_shuffle_i32x4(c, d, 0xdd);
+  }
+#pragma GCC unroll 16
+  for (int i = 0; i < 16; i++) x[i] = y[i];
 }
 
 // Calls f(column, vectors) for each column of a matrix [kCount * kLanes / kColumns, kColumns] that lies in
@@ -95,27 +141,22 @@ class AmxProducts {
 
   // Right operands: a row of a tile register has two dims of each of the block's query rows.
   void pack_query() {
-    const int group = p_.num_q_heads / p_.kv.num_kv_heads;
-    alignas(64) uint32_t pairs[kBlockRows];
-    for (int head = task_.head_begin; head < task_.head_end; head++)
+    for (int head = 0; head < task_.head_end - task_.head_begin; head++)
       for (int block = 0; block < num_blocks_; block++) {
-        const int first = block * kBlockRows, columns = columns_for(block_rows(block));
-        auto* packed = reinterpret_cast<uint32_t*>(query_of(head - task_.head_begin, block));
-        memset(packed, 0, size_t(key_steps_) * kBlockRows * columns * sizeof(uint32_t));
-        for (int column = 0; column < block_rows(block); column++) {
-          const int row = first + column;
-          const bf16* x =
-              reinterpret_cast<const bf16*>(static_cast<const char*>(p_.query) +
-                                            int64_t(task_.query_begin + row / group) * p_.query_stride_token +
-                                            (int64_t(head) * group + row % group) * p_.query_stride_head);
-          for (int i = 0; i < p_.kv.key_head_dim; i += kStepDims) {
-            const int left = p_.kv.key_head_dim - i;
-            const int num_pairs = (left < kStepDims ? left : kStepDims) / 2;
-            memcpy(pairs, x + i, size_t(num_pairs) * sizeof(uint32_t));
-            for (int k = 0; k < num_pairs; k++) packed[(i / 2 + k) * columns + column] = pairs[k];
-          }
+        auto* packed = reinterpret_cast<uint32_t*>(query_of(head, block));
+        if (columns_for(block_rows(block)) == kBlockRows) {
+          pack_block(head, block, packed);
+        } else {
+          pack_few(head, block, packed);
         }
       }
+  }
+
+  // Each product of tiles, each pair of tokens, each column of values, and some in between.
+  int num_steps() const {
+    const int key_products = copies_keys_ ? kTileTokens / 4 : key_steps_ * (kTileTokens / 16);
+    const int columns = columns_for(block_rows(0));
+    return key_products + kTokenSteps * weight_steps(columns) + kTileTokens / 2 + value_tiles_;
   }
 
   void open(int head, float* states) {
@@ -145,15 +186,14 @@ class AmxProducts {
       if (b.most <= 0) continue;
       configure(b.columns, b.num_rows);
       score(head, block, tile, b, copies_keys_ ? nullptr : &prefetcher);
-      switch (b.columns) {
-        case 1: weigh_scores<1>(head, b, states); break;
-        case 2: weigh_scores<2>(head, b, states); break;
-        case 4: weigh_scores<4>(head, b, states); break;
-        case 8: weigh_scores<8>(head, b, states); break;
-        default: weigh_scores<16>(head, b, states); break;
-      }
+      Prefetcher* const next_tile = values_ready ? nullptr : &prefetcher;
       if (!values_ready) pair_values(head, tile, num_tokens, prefetcher);
-      values_ready = add_values(head, tile, num_tokens, b, states);
+      if (b.blind > 0 || b.least < kTileTokens) {
+        weigh_block<true>(head, b, states, next_tile);
+      } else {
+        weigh_block<false>(head, b, states, next_tile);
+      }
+      values_ready = add_values(head, tile, num_tokens, b, states, next_tile);
     }
   }
 
@@ -193,6 +233,42 @@ class AmxProducts {
 
   float* exact_of(int head, int row) const { return exact_ + (int64_t(head) * rows_.count + row) * kLanes; }
 
+  const bf16* query_row(int head, int row) const {
+    const int group = p_.num_q_heads / p_.kv.num_kv_heads;
+    return reinterpret_cast<const bf16*>(static_cast<const char*>(p_.query) +
+                                         int64_t(task_.query_begin + row / group) * p_.query_stride_token +
+                                         (int64_t(task_.head_begin + head) * group + row % group) *
+                                             p_.query_stride_head);
+  }
+
+  void pack_block(int head, int block, uint32_t* packed) const {
+    const int first = block * kBlockRows, num_rows = block_rows(block), dim = p_.kv.key_head_dim;
+    for (int i = 0; i < dim; i += kStepDims, packed += kTileElements / 2) {
+      __m512i rows[kBlockRows];
+      for (int r = 0; r < kBlockRows; r++) {
+        if (r >= num_rows) {
+          rows[r] = _mm512_setzero_si512();
+          continue;
+        }
+        const bf16* x = query_row(head, first + r) + i;
+        rows[r] = dim - i < kStepDims ? load32(x, dim - i) : load32(x);
+        if (first + kBlockRows + r < rows_.count)
+          __builtin_prefetch(query_row(head, first + kBlockRows + r) + i);
+      }
+      transpose(rows);
+      for (int k = 0; k < kBlockRows; k++) _mm512_store_si512(packed + k * kBlockRows, rows[k]);
+    }
+  }
+
+  void pack_few(int head, int block, uint32_t* packed) const {
+    const int columns = columns_for(block_rows(block));
+    memset(packed, 0, size_t(key_steps_) * 16 * columns * sizeof(uint32_t));
+    for (int column = 0; column < block_rows(block); column++) {
+      const bf16* x = query_row(head, block * kBlockRows + column);
+      for (int k = 0; k < p_.kv.key_head_dim / 2; k++) memcpy(packed + k * columns + column, x + 2 * k, 4);
+    }
+  }
+
   // Gives the tile registers their shapes, for a block of `columns` columns and products of `num_rows` rows.
   void configure(int columns, int num_rows) {
     if (columns == configured_columns_ && num_rows == configured_rows_) return;
@@ -213,8 +289,8 @@ class AmxProducts {
       const bf16* x = reinterpret_cast<const bf16*>(tile.key[t] + offset);
       for (int i = 0; i < dim; i += kStepDims, out += kStepDims) {
         _mm512_store_si512(out, dim - i < kStepDims ? load32(x + i, dim - i) : load32(x + i));
-        prefetcher.step<64>();
       }
+      if (t % 4 == 0) prefetcher.step();
     }
   }
 
@@ -238,11 +314,11 @@ class AmxProducts {
         load_tile<kQuery>(query + step * step_nbytes, query_stride);
         load_tile<kLeft>(first + step * 64, key_stride);
         multiply_bf16<kScoresA, kLeft, kQuery>();
-        if (prefetcher) prefetcher->step<1024>();
+        if (prefetcher) prefetcher->step();
         if (two) {
           load_tile<kRight>(second + step * 64, key_stride);
           multiply_bf16<kScoresB, kRight, kQuery>();
-          if (prefetcher) prefetcher->step<1024>();
+          if (prefetcher) prefetcher->step();
         }
       }
       store_tile<kScoresA>(scores_ + token * b.columns, query_stride);
@@ -250,25 +326,39 @@ class AmxProducts {
     }
   }
 
+  template <bool kMasked>
+  void weigh_block(int head, const Block& b, float* states, Prefetcher* prefetcher) {
+    switch (b.columns) {
+      case 1: return weigh_scores<1, kMasked>(head, b, states, prefetcher);
+      case 2: return weigh_scores<2, kMasked>(head, b, states, prefetcher);
+      case 4: return weigh_scores<4, kMasked>(head, b, states, prefetcher);
+      case 8: return weigh_scores<8, kMasked>(head, b, states, prefetcher);
+      default: return weigh_scores<16, kMasked>(head, b, states, prefetcher);
+    }
+  }
+
   // Turns a block's scores into weights [row][token] and takes them into the maxima and the sums of weights.
-  template <int kColumns>
-  void weigh_scores(int head, const Block& b, float* states) {
+  // What a row gets is the same whether other rows make the block `kMasked` or not.
+  template <int kColumns, bool kMasked>
+  void weigh_scores(int head, const Block& b, float* states, Prefetcher* prefetcher) {
     constexpr int kTokens = kLanes / kColumns;  // of a vector, token-major
     constexpr int kStepVectors = kStepTokens / kTokens;
     const Vec scale = broadcast(p_.scale * kLog2E);
-    const bool masked = b.blind > 0 || b.least < kTileTokens;
-    __m512i left;  // of a lane's row: tokens that it sees, less the lane's own offset
-    if (masked) {
+    __m512i left =
+        _mm512_setzero_si512();  // of a lane's row: tokens that it sees, less the lane's own offset
+    if constexpr (kMasked) {
       alignas(64) int32_t lanes[kLanes];
       for (int i = 0; i < kLanes; i++)
         lanes[i] = (i % kColumns < b.num_rows ? b.seen[i % kColumns] : 0) - i / kColumns;
       left = _mm512_load_si512(lanes);
     }
-    const auto logits = [&](int vector) __attribute__((always_inline)) {
-      const Vec x = mul(load(scores_ + vector * kLanes), scale);
-      if (!masked) return x;
+    const auto masked = [&](int vector, Vec x) __attribute__((always_inline)) {
+      if constexpr (!kMasked) return x;
       const __mmask16 seen = _mm512_cmpgt_epi32_mask(left, _mm512_set1_epi32(vector * kTokens));
       return _mm512_mask_mov_ps(broadcast(-kInfinity), seen, x);
+    };
+    const auto logits = [&](int vector) __attribute__((always_inline)) {
+      return masked(vector, mul(load(scores_ + vector * kLanes), scale));
     };
 
     Vec greatest = logits(0), other = logits(1);
@@ -281,15 +371,25 @@ class AmxProducts {
     Vec maximum = load(maxima_of(head, b.first / kBlockRows));
     const __mmask16 grows = _mm512_cmp_ps_mask(greatest, add(maximum, broadcast(kHeadroom)), _CMP_GT_OQ);
     if (grows) maximum = grow(head, maximum, greatest, grows, b, states);
-    const Vec reference =
-        _mm512_mask_mov_ps(maximum, _mm512_cmp_ps_mask(maximum, broadcast(-kInfinity), _CMP_EQ_OQ), zero());
+    const Vec shift = _mm512_mask_sub_ps(
+        zero(), _mm512_cmp_ps_mask(maximum, broadcast(-kInfinity), _CMP_NEQ_UQ), zero(), maximum);
 
     const __m512bh ones = __m512bh(_mm512_set1_epi16(0x3f80));
     for (int step = 0; step < kTokenSteps; step++) {
       Vec weights[kStepVectors];
 #pragma GCC unroll 32
-      for (int i = 0; i < kStepVectors; i++)
-        weights[i] = exp2(sub(logits(step * kStepVectors + i), reference));
+      for (int i = 0; i < kStepVectors; i++) {
+        const int vector = step * kStepVectors + i;
+        weights[i] = weight_of(masked(vector, fma(load(scores_ + vector * kLanes), scale, shift)));
+        if (i % (kStepVectors / weight_steps(kColumns)) == 0) {
+          if (prefetcher) {
+            prefetcher->step();
+          } else {
+            prefetch_state(states, b,
+                           step * weight_steps(kColumns) + i / (kStepVectors / weight_steps(kColumns)));
+          }
+        }
+      }
       for_each_column<kColumns, 0, 1>(
           weights, [&](auto column, const Vec(&x)[2]) __attribute__((always_inline)) {
             constexpr int kRow = decltype(column)::value;
@@ -302,6 +402,15 @@ class AmxProducts {
               store(exact, add(load(exact), add(x[0], x[1])));
             }
           });
+    }
+  }
+
+  // The sums of a block will be asked for soon, and with many blocks they are not in the nearest cache.
+  void prefetch_state(const float* states, const Block& b, int step) const {
+    constexpr int kRows = kBlockRows / (kTokenSteps * weight_steps(kBlockRows));
+    for (int r = step * kRows; r < (step + 1) * kRows && r < b.num_rows; r++) {
+      const float* state = states + (b.first + r) * record_;
+      for (int64_t i = 0; i < record_; i += kLanes) __builtin_prefetch(state + i, 1, 3);
     }
   }
 
@@ -340,8 +449,8 @@ class AmxProducts {
         const __m512i b = part ? load32(y + i, dim - i) : load32(y + i);
         _mm512_store_si512(out, _mm512_unpacklo_epi16(a, b));
         _mm512_store_si512(out + kTileElements, _mm512_unpackhi_epi16(a, b));
-        prefetcher.step<128>();
       }
+      prefetcher.step();
     }
   }
 
@@ -361,9 +470,10 @@ class AmxProducts {
 
   // Adds weights . values of the tile to the block's sums. Returns whether the paired values are still
   // those of the tile.
-  bool add_values(int head, const TileRows& tile, int num_tokens, const Block& b, float* states) {
+  bool add_values(int head, const TileRows& tile, int num_tokens, const Block& b, float* states,
+                  Prefetcher* prefetcher) {
     if (b.least == num_tokens || values_finite(head, tile, b.least, num_tokens)) {
-      multiply_values(b, b.blind, b.num_rows, states);
+      multiply_values(b, b.blind, b.num_rows, states, prefetcher);
       return true;
     }
     // The diagonal, with something there that would make even a weight of 0 count: each token's rows by
@@ -373,14 +483,14 @@ class AmxProducts {
     for (int begin = b.blind, end; begin < b.num_rows; begin = end) {
       for (end = begin + 1; end < b.num_rows && b.seen[end] == b.seen[begin];) end++;
       pair_values(head, tile, b.seen[begin], none);
-      multiply_values(b, begin, end, states);
+      multiply_values(b, begin, end, states, nullptr);
     }
     return false;
   }
 
   // Rows [begin, end) of a block. All steps, even those in which nothing is seen: else signs of zeros would
   // depend on the block.
-  void multiply_values(const Block& b, int begin, int end, float* states) {
+  void multiply_values(const Block& b, int begin, int end, float* states, Prefetcher* prefetcher) {
     configure(b.columns, end - begin);
     load_tile<kWeightsA>(weights_ + begin * kTileTokens, kTileTokens * sizeof(bf16));
     load_tile<kWeightsB>(weights_ + begin * kTileTokens + kStepTokens, kTileTokens * sizeof(bf16));
@@ -393,6 +503,7 @@ class AmxProducts {
       load_tile<kRight>(values + value_tiles_ * kTileElements, 64);
       multiply_bf16<kSums, kWeightsB, kRight>();
       store_tile<kSums>(sums, record_ * sizeof(float));
+      if (prefetcher) prefetcher->step();
     }
   }
 

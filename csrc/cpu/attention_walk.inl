@@ -6,6 +6,7 @@
 // or how a prompt was cut. The arithmetic on a tile is a parameter, `Products`:
 //
 //   Products(params, task, rows, carver)   takes its working memory from the carver
+//   int num_steps()                        of a head, at which attend_tile() can prefetch the next tile
 //   void pack_query()                      once per task
 //   void open(head, states)                before the first tile of a chunk
 //   void attend_tile(head, tile, num_tokens, position, states, prefetcher)
@@ -83,10 +84,14 @@ size_t attend_scratch_nbytes(const AttentionParams& p, const AttentionTask& task
 }
 
 template <class T>
+T* out_row(const AttentionParams& p, int32_t token, int q_head) {
+  return reinterpret_cast<T*>(static_cast<char*>(p.out) + token * p.out_stride_token +
+                              q_head * p.out_stride_head);
+}
+
+template <class T>
 void finish_rows(const AttentionParams& p, int32_t token, int q_head, const float* state) {
-  T* out = reinterpret_cast<T*>(static_cast<char*>(p.out) + token * p.out_stride_token +
-                                q_head * p.out_stride_head);
-  finish_row<T>(state, p.kv.value_head_dim, out,
+  finish_row<T>(state, p.kv.value_head_dim, out_row<T>(p, token, q_head),
                 p.lse ? p.lse + int64_t(token) * p.num_q_heads + q_head : nullptr);
 }
 
@@ -140,6 +145,7 @@ void attend(const AttentionParams& p, const AttentionTask& task, void* scratch) 
     prefetcher.drain();
     walk.rows(begin, end, tile);
     walk.prefetch(end, tile_end(end), sizeof(T), prefetcher);
+    prefetcher.pace(num_heads * products.num_steps());
     for (int head = 0; head < num_heads; head++)
       products.attend_tile(head, tile, end - begin, begin, states + head * head_floats, prefetcher);
     if (end % kChunkTokens != 0 && end != end_key) continue;
@@ -155,9 +161,17 @@ void attend(const AttentionParams& p, const AttentionTask& task, void* scratch) 
 
   if (!task.states)
     for (int head = 0; head < num_heads; head++)
-      for (int row = 0; row < num_rows; row++)
-        finish_rows<T>(p, task.query_begin + row / group, (task.head_begin + head) * group + row % group,
+      for (int row = 0; row < num_rows; row++) {
+        const int q_head = (task.head_begin + head) * group;
+        constexpr int kAhead = 8;  // rows of the result that are asked for before they are written
+        if (row + kAhead < num_rows) {
+          const T* next =
+              out_row<T>(p, task.query_begin + (row + kAhead) / group, q_head + (row + kAhead) % group);
+          for (int i = 0; i < p.kv.value_head_dim; i += 64 / int(sizeof(T))) __builtin_prefetch(next + i, 1);
+        }
+        finish_rows<T>(p, task.query_begin + row / group, q_head + row % group,
                        first_states + head * head_floats + row * record);
+      }
 }
 
 // A task that folds has all query tokens of its sequence.

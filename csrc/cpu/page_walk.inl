@@ -14,6 +14,7 @@ class Prefetcher {
  public:
   void clear() {
     num_pieces_ = piece_ = 0;
+    num_lines_ = 0;
     at_ = end_ = nullptr;
   }
 
@@ -30,6 +31,7 @@ class Prefetcher {
       piece.nbytes *= piece.num_outer;
       piece.num_outer = 1;
     }
+    num_lines_ += piece.num_outer * piece.num_inner * ((piece.nbytes + 63) / 64);
     pieces_[num_pieces_++] = piece;
     if (num_pieces_ == 1) enter();
   }
@@ -37,14 +39,15 @@ class Prefetcher {
   // The next kNumBytes bytes.
   template <int kNumBytes>
   void step() {
-    if (at_ == end_) return;
-    for (int i = 0; i < kNumBytes; i += 64) __builtin_prefetch(at_ + i, 0, 2);  // into L2
-    at_ += kNumBytes;
-    if (at_ >= end_) next();
+    lines((kNumBytes + 63) / 64);
   }
 
+  // As many lines as make an end of all in `num_steps` steps.
+  void pace(int64_t num_steps) { lines_per_step_ = int((num_lines_ + num_steps - 1) / num_steps); }
+  void step() { lines(lines_per_step_); }
+
   void drain() {
-    while (at_ != end_) step<256>();
+    while (at_ != end_) lines(4);
   }
 
  private:
@@ -54,6 +57,14 @@ class Prefetcher {
     int64_t num_inner, stride_inner;
     int64_t nbytes;
   };
+
+  void lines(int count) {
+    for (int i = 0; i < count && at_ != end_; i++) {
+      __builtin_prefetch(at_, 0, 2);  // into L2
+      at_ += 64;
+      if (at_ >= end_) next();
+    }
+  }
 
   void enter() {
     outer_ = inner_ = 0;
@@ -81,6 +92,8 @@ class Prefetcher {
   const char* end_;
   int64_t outer_, inner_;
   int piece_, num_pieces_;
+  int64_t num_lines_;  // of all pieces
+  int lines_per_step_ = 4;
   Piece pieces_[2 * kTileTokens];
 };
 
