@@ -28,6 +28,8 @@ _REPORT = pytest.StashKey[dict[str, Any]]()
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--full", action="store_true", help="every case, more rounds, a larger pool")
+    parser.addoption("--tiny", action="store_true", help="small shapes: whether it runs, not how fast")
+    parser.addoption("--out", type=Path, default=OUT, help="folder of bench.json and bench.svg")
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -50,9 +52,11 @@ def full(request: pytest.FixtureRequest) -> bool:
 
 
 @pytest.fixture(scope="session")
-def setting(full: bool) -> Iterator[Setting]:
+def setting(full: bool, request: pytest.FixtureRequest) -> Iterator[Setting]:
+    tiny = request.config.getoption("--tiny")
+    mib = 16 if tiny else 2048 if full else 1024
     found = compare.make_setting(
-        arena_nbytes=(2048 if full else 1024) * compare.MIB, peers=compare.default_peers()
+        arena_nbytes=mib * compare.MIB, peers=compare.default_peers(), shrink=64 if tiny else 1
     )
     yield found
     found.peers.close()
@@ -108,6 +112,7 @@ def run(
 def pytest_terminal_summary(terminalreporter: Any, config: pytest.Config) -> None:
     told = config.stash.get(_REPORT, None)
     if told is not None:
-        compare.write_files(told, OUT / "bench.json", OUT / "bench.svg")
+        out = config.getoption("--out")
+        compare.write_files(told, out / "bench.json", out / "bench.svg")
         terminalreporter.write_line(compare.text(told))
-        terminalreporter.write_line(f"written to {OUT / 'bench.json'} and {OUT / 'bench.svg'}")
+        terminalreporter.write_line(f"written to {out / 'bench.json'} and {out / 'bench.svg'}")

@@ -16,7 +16,7 @@ import torch
 import paged_ops
 from bench import timing
 from bench.case import Candidate, Case, Goal, Setting, Trial
-from bench.timing import Spread
+from bench.timing import Samples, Spread
 
 Row = dict[str, Any]
 
@@ -55,13 +55,13 @@ def measure(case: Case, trial: Trial, rounds: int, waited: Callable[[], float] =
     sound = {name: c for name, c in {**trial.others, **trial.ours}.items() if not complaints[name]}
     clocks = {name: c.clock for name, c in sound.items()}
     samples = timing.sample_in_turn(clocks, rounds=rounds, waited=waited)
-    seconds = dict(samples.seconds)
     flags = list(itertools.chain(*samples.disturbed.values()))
     share_disturbed = round(statistics.fmean(flags), 2) if flags else 0.0
     for name, members in trial.best_of.items():
-        if all(member in seconds for member in members):
+        if all(member in samples.seconds for member in members):
             # One of them for all rounds; the quickest of each round would be a better one than any is.
-            seconds[name] = seconds[min(members, key=lambda member: statistics.median(seconds[member]))]
+            best = min(members, key=lambda member: statistics.median(samples.seconds[member]))
+            samples.seconds[name], samples.disturbed[name] = samples.seconds[best], samples.disturbed[best]
     wrong_peers = {name: complaints[name] for name in trial.others if complaints[name]}
     return [
         {
@@ -72,7 +72,7 @@ def measure(case: Case, trial: Trial, rounds: int, waited: Callable[[], float] =
             "complaint": complaints[variant],
             "wrong_peers": wrong_peers,
             "disturbed": share_disturbed,
-            **(_measured(variant, trial, seconds) if variant in sound else {}),
+            **(_measured(variant, trial, samples) if variant in sound else {}),
         }
         for variant in trial.ours
     ]
@@ -96,10 +96,10 @@ def _failure_to_run(candidate: Candidate) -> str:
     return ""
 
 
-def _measured(variant: str, trial: Trial, seconds: dict[str, list[float]]) -> dict[str, Any]:
-    ours, times = trial.ours[variant], seconds[variant]
-    own = Spread.of(times)
-    others = {name: of for name, of in seconds.items() if name not in trial.ours}
+def _measured(variant: str, trial: Trial, samples: Samples) -> dict[str, Any]:
+    ours = trial.ours[variant]
+    own = Spread.of([time for time, _ in samples.pairs(variant, variant)[0]])
+    others = {name: of for name, of in samples.seconds.items() if name not in trial.ours}
     found: dict[str, Any] = {
         "seconds": own.as_dict(),
         "nbytes": ours.nbytes,
@@ -107,13 +107,12 @@ def _measured(variant: str, trial: Trial, seconds: dict[str, list[float]]) -> di
         "others": {name: Spread.of(of).as_dict() for name, of in others.items()},
         "limits": [name for name in trial.others if trial.others[name].check is None],
         "ratios": {
-            name: Spread.of([b / a for a, b in zip(times, of, strict=True)]).as_dict()
-            for name, of in others.items()
+            name: Spread.of([b / a for a, b in samples.pairs(variant, name)[0]]).as_dict() for name in others
         },
         "goals": [
-            goal_reached(goal, variant, trial, seconds)
+            goal_reached(goal, variant, trial, samples)
             for goal in trial.goals.get(variant, ())
-            if not goal.of or goal.of in seconds  # a peer or the limits may be missing
+            if not goal.of or goal.of in samples.seconds  # a peer or the limits may be missing
         ],
     }
     if ours.operations:
@@ -121,7 +120,7 @@ def _measured(variant: str, trial: Trial, seconds: dict[str, list[float]]) -> di
     return found
 
 
-def goal_reached(goal: Goal, variant: str, trial: Trial, seconds: dict[str, list[float]]) -> dict[str, Any]:
+def goal_reached(goal: Goal, variant: str, trial: Trial, samples: Samples) -> dict[str, Any]:
     """A goal beside what was measured: the metric of each round, and whether its median is good enough."""
     ours, kind = trial.ours[variant], goal.metric.partition(":")[0]
 
@@ -140,12 +139,15 @@ def goal_reached(goal: Goal, variant: str, trial: Trial, seconds: dict[str, list
             return own - of
         raise ValueError(f"metric: is {goal.metric!r}")
 
-    own, of = seconds[variant], seconds[goal.of or variant]
-    spread = Spread.of([metric(a, b) for a, b in zip(own, of, strict=True)])
+    pairs, disturbed = samples.pairs(variant, goal.of or variant)
+    spread = Spread.of([metric(own, of) for own, of in pairs])
+    best = metric(min(own for own, _ in pairs), min(of for _, of in pairs))
     return {
         **asdict(goal),
         "measured": spread.as_dict(),
-        "of_best": float(f"{metric(min(own), min(of)):.5g}"),
+        "rounds": len(pairs),
+        "disturbed": disturbed,
+        "of_best": float(f"{best:.5g}"),
         "met": goal.met(spread.median),
     }
 

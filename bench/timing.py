@@ -62,6 +62,9 @@ def waited() -> float:
 # A measurement is disturbed when its threads waited for a CPU for more than this share of its time.
 DISTURBED = 0.03
 
+# Rounds without a disturbance that a ratio is trusted on.
+ENOUGH_ROUNDS = 3
+
 
 @dataclass(frozen=True)
 class Samples:
@@ -69,6 +72,16 @@ class Samples:
 
     seconds: dict[str, list[float]]  # per call
     disturbed: dict[str, list[bool]]  # whether others on the machine took a CPU from it
+
+    def pairs(self, a: str, b: str) -> tuple[list[tuple[float, float]], bool]:
+        """The seconds of two, round by round, and whether the machine was too busy to trust them.
+
+        Of the rounds in which neither was disturbed, if these are enough, else of all.
+        """
+        both = list(zip(self.seconds[a], self.seconds[b], strict=True))
+        flags = zip(self.disturbed[a], self.disturbed[b], strict=True)
+        quiet = [pair for pair, flag in zip(both, flags, strict=True) if not any(flag)]
+        return (quiet, False) if len(quiet) >= min(ENOUGH_ROUNDS, len(both)) else (both, True)
 
 
 def sample_in_turn(

@@ -2,6 +2,7 @@
 
 import json
 import math
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,7 @@ import paged_ops
 from bench import chart, compare, limits, report, runner
 from bench.case import Candidate, Case, Goal, Setting, Trial
 from bench.cases import SUITES
-from bench.timing import Spread, sample_in_turn
+from bench.timing import Samples, Spread, sample_in_turn
 
 MIB = 1 << 20
 
@@ -145,7 +146,8 @@ def test_goals_are_judged_by_the_median_round(goal: Goal, value: float, met: boo
     )
     # The slow round is slow for everybody, which no ratio shows.
     seconds = {"ours": [2.0, 2.0, 8.0], "limit": [1.0, 1.0, 4.0], "other": [1.0, 1.0, 4.0]}
-    reached = runner.goal_reached(goal, "ours", trial, seconds)
+    samples = Samples(seconds, {name: [False] * 3 for name in seconds})
+    reached = runner.goal_reached(goal, "ours", trial, samples)
     assert reached["measured"]["median"] == pytest.approx(value)
     assert reached["met"] is met
     assert reached["of_best"] == pytest.approx(value)
@@ -191,6 +193,16 @@ def test_a_disturbed_measurement_is_taken_again() -> None:
     assert samples.seconds == {"a": [4.0, 2.0]}  # the second of three tries, then the first
 
 
+def test_disturbed_rounds_are_left_out_where_enough_are_left() -> None:
+    seconds = {"a": [1.0, 9.0, 1.0, 1.0], "b": [2.0, 2.0, 2.0, 8.0]}
+    quiet = {"a": [False] * 4, "b": [False] * 4}
+    assert Samples(seconds, quiet).pairs("a", "b") == ([(1, 2), (9, 2), (1, 2), (1, 8)], False)
+    once = {"a": [False, True, False, False], "b": [False] * 4}
+    assert Samples(seconds, once).pairs("a", "b") == ([(1, 2), (1, 2), (1, 8)], False)
+    twice = {"a": [False, True, False, False], "b": [False, False, False, True]}
+    assert Samples(seconds, twice).pairs("a", "b") == ([(1, 2), (9, 2), (1, 2), (1, 8)], True)
+
+
 def test_spread() -> None:
     spread = Spread.of([4.0, 1.0, 2.0, 3.0, 5.0])
     assert (spread.low, spread.q1, spread.median, spread.q3, spread.high) == (1, 2, 3, 4, 5)
@@ -230,6 +242,22 @@ def test_a_peer_that_is_not_here_is_told(tmp_path: Path) -> None:
     )
     assert setting.peers.found or "vllm is not installed" in setting.peers.notes["vllm"]
     setting.peers.close()
+
+
+def test_suites_under_pytest_benchmark(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "pytest", "bench", "--tiny", "-q", "-p", "no:cacheprovider"]
+    command += ["-k", "swap or in-order or write", "--out", str(tmp_path)]
+    command += ["--benchmark-json", str(tmp_path / "benchmark.json")]
+    run = subprocess.run(command, cwd=limits.SOURCE.parents[1], capture_output=True, text=True)
+    assert run.returncode == 0, run.stdout[-3000:] + run.stderr[-1000:]
+    assert "| case " in run.stdout and "goals" in run.stdout
+    told = json.loads((tmp_path / "bench.json").read_text())
+    assert {"decode", "write", "swap"} <= {row["suite"] for row in told["rows"]}
+    ElementTree.parse(tmp_path / "bench.svg")
+    for measured in json.loads((tmp_path / "benchmark.json").read_text())["benchmarks"]:
+        info = measured["extra_info"]
+        assert {"variant", "nbytes", "percent_of_limit", "peer_over_ours", "goals"} <= set(info)
+        assert measured["stats"]["median"] > 0 and info["peer_over_ours"]
 
 
 def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
