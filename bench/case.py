@@ -57,6 +57,8 @@ class Trial:
     others: dict[str, Candidate] = field(default_factory=dict)
     best_of: dict[str, tuple[str, ...]] = field(default_factory=dict)  # the quickest of some
     goals: dict[str, tuple[Goal, ...]] = field(default_factory=dict)  # by variant
+    # Its own threads may keep each other waiting, and how much is what it measures: no sign of a disturbance.
+    crowded: bool = False
 
 
 @dataclass(frozen=True)

@@ -6,6 +6,7 @@ from typing import Any
 from xml.sax.saxutils import escape
 
 _COLOURS = ("#2563a8", "#d9822b", "#5b9a5b", "#a65bb0", "#8a8a8a", "#c2453d")
+_MOST = 1.15  # where bars are cut off; their number still tells
 _BAR, _GAP, _LEFT, _SCALE, _TOP = 13, 12, 250, 4.6, 56
 
 
@@ -14,12 +15,12 @@ def bars(told: dict[str, Any]) -> str:
     groups = [_shares(row, told["peers"]) for row in told["rows"] if row["verified"] and row["limits"]]
     names = list(dict.fromkeys(name for _, shares in groups for name in shares))
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(names)}
-    width, y, body = int(_LEFT + 100 * _SCALE + 80), _TOP, []
+    width, y, body = int(_LEFT + 100 * _MOST * _SCALE + 40), _TOP, []
     for label, shares in groups:
         middle = y + _BAR * len(shares) / 2 + 4
         body.append(f'<text x="{_LEFT - 8}" y="{middle:.0f}" text-anchor="end">{escape(label)}</text>')
         for name, share in shares.items():
-            length = min(share, 1.15) * 100 * _SCALE
+            length = min(share, _MOST) * 100 * _SCALE
             body.append(
                 f'<rect x="{_LEFT}" y="{y}" width="{length:.1f}" height="{_BAR - 2}" fill="{colours[name]}"/>'
                 f'<text x="{_LEFT + length + 4:.0f}" y="{y + 9}" class="small">{100 * share:.0f}</text>'
@@ -33,6 +34,7 @@ def bars(told: dict[str, Any]) -> str:
         x += 30 + 7 * len(name)
     grid = [
         f'<line x1="{_LEFT + at * _SCALE:.0f}" y1="{_TOP - 6}" x2="{_LEFT + at * _SCALE:.0f}" y2="{y}"/>'
+        f'<text x="{_LEFT + at * _SCALE:.0f}" y="{_TOP - 9}" text-anchor="middle" class="small">{at}%</text>'
         for at in (0, 25, 50, 75, 100)
     ]
     width = max(width, x)

@@ -6,8 +6,8 @@
 Every candidate's result is checked before it is timed: ours against the float64 oracle. Ratios are taken
 within a round, then their median and quartiles over the rounds. "disturbed" is the part of the measurements
 in which threads had to wait for a CPU that somebody else used; ratios leave those out where enough are left,
-and say so where not. "of best times" is the ratio of each side's best round. Ends with status 1 if a result of
-ours was wrong; goals that are not met are told, and change nothing.
+and say so where not. "of best times" is the ratio of each side's best round. Ends with status 1 if a result
+of ours was wrong; goals that are not met are told, and change nothing.
 """
 
 from __future__ import annotations

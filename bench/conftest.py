@@ -18,6 +18,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 import torch
 
+import paged_ops
 from bench import compare, runner
 from bench.case import Case, Setting
 from bench.cases import SUITES
@@ -77,6 +78,7 @@ def run(
         if _REPORT not in stash:
             stash[_REPORT] = compare.empty_report(setting, 15 if full else 5)
         told = stash[_REPORT]
+        before = paged_ops._native.cpu_isa()
         with torch.inference_mode():
             trial = runner.make_ready(case, setting)
             rows = runner.measure(case, trial, told["rounds"], setting.waited)
@@ -105,6 +107,7 @@ def run(
                 iterations=iterations,
                 warmup_rounds=1,
             )
+        paged_ops._native.set_cpu_isa(before)
 
     return run_case
 
