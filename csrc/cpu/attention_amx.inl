@@ -5,7 +5,7 @@
 // Weights are rounded to bf16 before they meet the values. The sum of the rounded ones is what the result is
 // divided by, so that it is a true mean of values; the sum before rounding makes the LSE. Rows go in blocks
 // of up to 16, each a column of the scores and a row of the weights. While a chunk is walked, the header of a
-// state holds the first sum in kLanes parts, and `exact_` the second.
+// state holds the first sum in kLanes parts.
 
 constexpr int kBlockRows = 16;
 constexpr int kStepDims = 32;    // head dims of a query . key step: one row of a tile register
@@ -89,6 +89,26 @@ inline void transpose(__m512i (&x)[16]) {
   for (int i = 0; i < 16; i++) x[i] = y[i];
 }
 
+// The sum over tokens of weights [kStepTokens][kColumns], in each lane of its column: token t with t + 16,
+// then t + 8, and so on by halves, so that how many columns there are does not show.
+template <int kColumns>
+__attribute__((always_inline)) inline Vec sum_of_column(const Vec (&x)[kStepTokens * kColumns / kLanes]) {
+  constexpr int kCount = kStepTokens * kColumns / kLanes;
+  Vec y[kCount / 2];
+#pragma GCC unroll 16
+  for (int i = 0; i < kCount / 2; i++) y[i] = add(x[i], x[kCount / 2 + i]);
+#pragma GCC unroll 4
+  for (int half = kCount / 4; half > 0; half /= 2)
+#pragma GCC unroll 8
+    for (int i = 0; i < half; i++) y[i] = add(y[i], y[half + i]);
+  Vec z = y[0];
+  if constexpr (kColumns <= 8) z = add(z, _mm512_shuffle_f32x4(z, z, 0x4e));
+  if constexpr (kColumns <= 4) z = add(z, _mm512_shuffle_f32x4(z, z, 0xb1));
+  if constexpr (kColumns <= 2) z = add(z, _mm512_permute_ps(z, 0x4e));
+  if constexpr (kColumns <= 1) z = add(z, _mm512_permute_ps(z, 0xb1));
+  return z;
+}
+
 // Calls f(column, vectors) for each column of a matrix [kCount * kLanes / kColumns, kColumns] that lies in
 // kCount vectors, by taking the even and the odd columns apart until one is left.
 template <int kColumns, int kColumn, int kStride, int kCount, class F>
@@ -108,6 +128,42 @@ __attribute__((always_inline)) inline void for_each_column(const Vec (&x)[kCount
   }
 }
 
+// The same for 16 columns, where it pays to round first: rounded[row][32 tokens] from the weights [32
+// tokens][row]. Tokens i, i + 8, i + 16, i + 24 make two vectors whose quarters are transposed as squares of
+// 8 words.
+__attribute__((always_inline)) inline void round_transposed(const Vec (&x)[kStepTokens],
+                                                            __m512i (&rounded)[kBlockRows]) {
+  __m512i half[2][8];
+#pragma GCC unroll 2
+  for (int h = 0; h < 2; h++) {
+    __m512i a[8], b[8];
+#pragma GCC unroll 8
+    for (int i = 0; i < 8; i++) a[i] = __m512i(_mm512_cvtne2ps_pbh(x[16 * h + i + 8], x[16 * h + i]));
+#pragma GCC unroll 4
+    for (int i = 0; i < 8; i += 2) {
+      b[i] = _mm512_unpacklo_epi16(a[i], a[i + 1]);
+      b[i + 1] = _mm512_unpackhi_epi16(a[i], a[i + 1]);
+    }
+#pragma GCC unroll 2
+    for (int i = 0; i < 8; i += 4)
+#pragma GCC unroll 2
+      for (int j = 0; j < 2; j++) {
+        a[i + 2 * j] = _mm512_unpacklo_epi32(b[i + j], b[i + 2 + j]);
+        a[i + 2 * j + 1] = _mm512_unpackhi_epi32(b[i + j], b[i + 2 + j]);
+      }
+#pragma GCC unroll 4
+    for (int j = 0; j < 4; j++) {
+      half[h][2 * j] = _mm512_unpacklo_epi64(a[j], a[4 + j]);
+      half[h][2 * j + 1] = _mm512_unpackhi_epi64(a[j], a[4 + j]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < 8; i++) {
+    rounded[i] = _mm512_shuffle_i64x2(half[0][i], half[1][i], 0x88);
+    rounded[8 + i] = _mm512_shuffle_i64x2(half[0][i], half[1][i], 0xdd);
+  }
+}
+
 class AmxProducts {
  public:
   using Element = bf16;
@@ -116,19 +172,22 @@ class AmxProducts {
       : p_(p),
         task_(task),
         rows_(rows),
+        num_heads_(task.head_end - task.head_begin),
         num_blocks_((rows.count + kBlockRows - 1) / kBlockRows),
         key_steps_((p.kv.key_head_dim + kStepDims - 1) / kStepDims),
         value_tiles_((p.kv.value_head_dim + kStepDims - 1) / kStepDims * 2),
         record_(state_floats(p.kv.value_head_dim)),
         // Keys are loaded from where they are if 16 of them lie at one stride and are asked for once.
         copies_keys_(num_blocks_ > 1 || p.kv.block_size % kBlockRows != 0 ||
-                     p.kv.key_head_dim % kStepDims != 0) {
-    const int64_t blocks = int64_t(task.head_end - task.head_begin) * num_blocks_;
+                     p.kv.key_head_dim % kStepDims != 0),
+        defers_(num_blocks_ > 1 && num_heads_ == 1) {
+    const int64_t blocks = int64_t(num_heads_) * num_blocks_;
     query_ = carver.take<bf16>(blocks * key_steps_ * kTileElements);
     maxima_ = carver.take<float>(blocks * kLanes);
-    exact_ = carver.take<float>(int64_t(task.head_end - task.head_begin) * rows.count * kLanes);
-    key_tile_ = carver.take<bf16>(copies_keys_ ? kTileTokens * key_steps_ * kStepDims : 0);
-    value_tile_ = carver.take<bf16>(kTokenSteps * value_tiles_ * kTileElements);
+    exact_ = carver.take<float>(blocks * kLanes);
+    const int64_t num_tiles = defers_ ? kChunkTokens / kTileTokens : 1;
+    keys_ = carver.take<bf16>(copies_keys_ ? num_tiles * key_tile_elements() : 0);
+    values_ = carver.take<bf16>((num_tiles + 1) * value_tile_elements());
     scores_ = carver.take<float>(kTileTokens * kBlockRows);
     weights_ = carver.take<bf16>(kBlockRows * kTileTokens);
   }
@@ -141,15 +200,31 @@ class AmxProducts {
 
   // Right operands: a row of a tile register has two dims of each of the block's query rows.
   void pack_query() {
-    for (int head = 0; head < task_.head_end - task_.head_begin; head++)
+    const int group = p_.num_q_heads / p_.kv.num_kv_heads;
+    for (int head = 0; head < num_heads_; head++) {
+      // The walk over rows runs one block ahead of the packing, and asks for what it passes.
+      int token = task_.query_begin, g = 0;
+      const bf16* rows[2][kBlockRows];
+      const auto pass = [&](int block) {
+        for (int r = 0; r < (block < num_blocks_ ? block_rows(block) : 0); r++) {
+          const char* x = static_cast<const char*>(p_.query) + token * p_.query_stride_token +
+                          (int64_t(task_.head_begin + head) * group + g) * p_.query_stride_head;
+          for (int i = 0; i < key_steps_; i++) __builtin_prefetch(x + i * 64);
+          rows[block % 2][r] = reinterpret_cast<const bf16*>(x);
+          if (++g == group) g = 0, token++;
+        }
+      };
+      pass(0);
       for (int block = 0; block < num_blocks_; block++) {
+        pass(block + 1);
         auto* packed = reinterpret_cast<uint32_t*>(query_of(head, block));
         if (columns_for(block_rows(block)) == kBlockRows) {
-          pack_block(head, block, packed);
+          pack_block(rows[block % 2], block_rows(block), packed);
         } else {
-          pack_few(head, block, packed);
+          pack_few(rows[block % 2], block_rows(block), packed);
         }
       }
+    }
   }
 
   // Each product of tiles, each pair of tokens, each column of values, and some in between.
@@ -160,55 +235,74 @@ class AmxProducts {
   }
 
   void open(int head, float* states) {
-    for (int block = 0; block < num_blocks_; block++) store(maxima_of(head, block), broadcast(-kInfinity));
-    for (int row = 0; row < rows_.count; row++) {
-      store(states + row * record_, zero());
-      store(exact_of(head, row), zero());
+    for (int block = 0; block < num_blocks_; block++) {
+      store(maxima_of(head, block), broadcast(-kInfinity));
+      store(exact_of(head, block), zero());
     }
+    for (int row = 0; row < rows_.count; row++) store(states + row * record_, zero());
   }
 
   void close(int head, float* states) {
+    if (defers_)
+      for (int block = 0; block < num_blocks_; block++)
+        for (int begin = 0; begin < deferred_tokens_; begin += kTileTokens) {
+          const int left = deferred_tokens_ - begin;
+          const Block b(*this, block, left < kTileTokens ? left : kTileTokens, deferred_position_ + begin);
+          if (b.most <= 0) continue;
+          const int tile = begin / kTileTokens;
+          const KeyRows keys = copied_keys(tile);
+          attend_block(head, b, keys, values_ + tile * value_tile_elements(), states, nullptr);
+        }
+    deferred_tokens_ = 0;
     for (int row = 0; row < rows_.count; row++) {
       float* state = states + row * record_;
       const float total = sum(load(state));
       state[0] = maxima_of(head, row / kBlockRows)[row % kBlockRows];
       state[1] = total;
-      state[2] = sum(load(exact_of(head, row)));
+      state[2] = exact_of(head, row / kBlockRows)[row % kBlockRows];
     }
   }
 
   void attend_tile(int head, const TileRows& tile, int num_tokens, int position, float* states,
                    Prefetcher& prefetcher) {
-    if (copies_keys_) copy_keys(head, tile, num_tokens, prefetcher);
-    bool values_ready = false;
+    const int slot = defers_ ? deferred_tokens_ / kTileTokens : 0;
+    bf16* const values = values_ + slot * value_tile_elements();
+    if (copies_keys_) copy_keys(head, tile, num_tokens, keys_ + slot * key_tile_elements(), prefetcher);
+    if (defers_) {
+      pair_values(head, tile, num_tokens, values, prefetcher);
+      if (deferred_tokens_ == 0) deferred_position_ = position;
+      deferred_tokens_ += num_tokens;
+      return;
+    }
     for (int block = 0; block < num_blocks_; block++) {
-      Block b(*this, block, num_tokens, position);
-      if (b.most <= 0) continue;
-      configure(b.columns, b.num_rows);
-      score(head, block, tile, b, copies_keys_ ? nullptr : &prefetcher);
-      Prefetcher* const next_tile = values_ready ? nullptr : &prefetcher;
-      if (!values_ready) pair_values(head, tile, num_tokens, prefetcher);
-      if (b.blind > 0 || b.least < kTileTokens) {
-        weigh_block<true>(head, b, states, next_tile);
-      } else {
-        weigh_block<false>(head, b, states, next_tile);
+      const Block b(*this, block, num_tokens, position);
+      if (block == 0) {
+        // What does not wait for scores comes between them and the weights.
+        if (b.most > 0)
+          score(head, b, copies_keys_ ? copied_keys(0) : keys_in_place(head, tile), &prefetcher);
+        pair_values(head, tile, num_tokens, values, prefetcher);
+        if (b.most > 0) weigh_and_add(head, b, values, states, &prefetcher);
+      } else if (b.most > 0) {
+        attend_block(head, b, copied_keys(0), values, states, nullptr);
       }
-      values_ready = add_values(head, tile, num_tokens, b, states, next_tile);
     }
   }
 
  private:
   // A block of rows on a tile: how many tokens of it each row sees.
   struct Block {
-    int first, num_rows, columns;
+    int index, first, num_rows, columns;
+    int num_tokens;   // of the tile
     int blind;        // so many of the first rows see nothing
     int least, most;  // tokens that the first row after those sees, and the last
     int seen[kBlockRows];
 
     Block(const AmxProducts& products, int block, int num_tokens, int position)
-        : first(block * kBlockRows),
+        : index(block),
+          first(block * kBlockRows),
           num_rows(products.block_rows(block)),
           columns(columns_for(num_rows)),
+          num_tokens(num_tokens),
           blind(0) {
       for (int r = 0; r < num_rows; r++) {
         const int visible = products.rows_.visible[first + r] - position;
@@ -231,42 +325,68 @@ class AmxProducts {
     return maxima_ + (int64_t(head) * num_blocks_ + block) * kLanes;
   }
 
-  float* exact_of(int head, int row) const { return exact_ + (int64_t(head) * rows_.count + row) * kLanes; }
-
-  const bf16* query_row(int head, int row) const {
-    const int group = p_.num_q_heads / p_.kv.num_kv_heads;
-    return reinterpret_cast<const bf16*>(static_cast<const char*>(p_.query) +
-                                         int64_t(task_.query_begin + row / group) * p_.query_stride_token +
-                                         (int64_t(task_.head_begin + head) * group + row % group) *
-                                             p_.query_stride_head);
+  float* exact_of(int head, int block) const {
+    return exact_ + (int64_t(head) * num_blocks_ + block) * kLanes;
   }
 
-  void pack_block(int head, int block, uint32_t* packed) const {
-    const int first = block * kBlockRows, num_rows = block_rows(block), dim = p_.kv.key_head_dim;
+  void pack_block(const bf16* const* rows, int num_rows, uint32_t* packed) const {
+    const int dim = p_.kv.key_head_dim;
     for (int i = 0; i < dim; i += kStepDims, packed += kTileElements / 2) {
-      __m512i rows[kBlockRows];
+      __m512i x[kBlockRows];
       for (int r = 0; r < kBlockRows; r++) {
         if (r >= num_rows) {
-          rows[r] = _mm512_setzero_si512();
-          continue;
+          x[r] = _mm512_setzero_si512();
+        } else {
+          x[r] = dim - i < kStepDims ? load32(rows[r] + i, dim - i) : load32(rows[r] + i);
         }
-        const bf16* x = query_row(head, first + r) + i;
-        rows[r] = dim - i < kStepDims ? load32(x, dim - i) : load32(x);
-        if (first + kBlockRows + r < rows_.count)
-          __builtin_prefetch(query_row(head, first + kBlockRows + r) + i);
       }
-      transpose(rows);
-      for (int k = 0; k < kBlockRows; k++) _mm512_store_si512(packed + k * kBlockRows, rows[k]);
+      transpose(x);
+      for (int k = 0; k < kBlockRows; k++) _mm512_store_si512(packed + k * kBlockRows, x[k]);
     }
   }
 
-  void pack_few(int head, int block, uint32_t* packed) const {
-    const int columns = columns_for(block_rows(block));
+  void pack_few(const bf16* const* rows, int num_rows, uint32_t* packed) const {
+    const int columns = columns_for(num_rows);
     memset(packed, 0, size_t(key_steps_) * 16 * columns * sizeof(uint32_t));
-    for (int column = 0; column < block_rows(block); column++) {
-      const bf16* x = query_row(head, block * kBlockRows + column);
-      for (int k = 0; k < p_.kv.key_head_dim / 2; k++) memcpy(packed + k * columns + column, x + 2 * k, 4);
+    for (int column = 0; column < num_rows; column++)
+      for (int k = 0; k < p_.kv.key_head_dim / 2; k++)
+        memcpy(packed + k * columns + column, rows[column] + 2 * k, sizeof(uint32_t));
+  }
+
+  int64_t key_tile_elements() const { return kTileTokens * key_steps_ * kStepDims; }
+  int64_t value_tile_elements() const { return kTokenSteps * value_tiles_ * kTileElements; }
+
+  // Where the keys of a tile are, 16 at one stride.
+  struct KeyRows {
+    const char* const* rows;  // of each token, at `offset`; null = dense from `base` on
+    int64_t offset;
+    const char* base;
+    int64_t stride;
+
+    const char* operator[](int token) const { return rows ? rows[token] + offset : base + token * stride; }
+  };
+  KeyRows keys_in_place(int head, const TileRows& tile) const {
+    return {tile.key, int64_t(task_.head_begin + head) * p_.kv.key.stride_head, nullptr,
+            p_.kv.key.stride_token};
+  }
+  KeyRows copied_keys(int tile) const {
+    return {nullptr, 0, reinterpret_cast<const char*>(keys_ + tile * key_tile_elements()), key_steps_ * 64};
+  }
+
+  // A block of rows on a tile.
+  void attend_block(int head, const Block& b, const KeyRows& keys, const bf16* values, float* states,
+                    Prefetcher* prefetcher) {
+    score(head, b, keys, prefetcher);
+    weigh_and_add(head, b, values, states, prefetcher);
+  }
+
+  void weigh_and_add(int head, const Block& b, const bf16* values, float* states, Prefetcher* prefetcher) {
+    if (b.blind > 0 || b.least < kTileTokens) {
+      weigh_block<true>(head, b, states, prefetcher);
+    } else {
+      weigh_block<false>(head, b, states, prefetcher);
     }
+    add_values(b, values, states, prefetcher);
   }
 
   // Gives the tile registers their shapes, for a block of `columns` columns and products of `num_rows` rows.
@@ -281,10 +401,9 @@ class AmxProducts {
     configured_rows_ = num_rows;
   }
 
-  void copy_keys(int head, const TileRows& tile, int num_tokens, Prefetcher& prefetcher) {
+  void copy_keys(int head, const TileRows& tile, int num_tokens, bf16* out, Prefetcher& prefetcher) {
     const int64_t offset = int64_t(task_.head_begin + head) * p_.kv.key.stride_head;
     const int dim = p_.kv.key_head_dim;
-    bf16* out = key_tile_;
     for (int t = 0; t < num_tokens; t++) {
       const bf16* x = reinterpret_cast<const bf16*>(tile.key[t] + offset);
       for (int i = 0; i < dim; i += kStepDims, out += kStepDims) {
@@ -295,28 +414,23 @@ class AmxProducts {
   }
 
   // scores[token][column] = query row . key, for whole 16s of tokens up to what the block sees at most.
-  void score(int head, int block, const TileRows& tile, const Block& b, Prefetcher* prefetcher) {
-    const int64_t offset = int64_t(task_.head_begin + head) * p_.kv.key.stride_head;
-    const char* query = reinterpret_cast<const char*>(query_of(head, block));
+  void score(int head, const Block& b, const KeyRows& keys, Prefetcher* prefetcher) {
+    configure(b.columns, b.num_rows);
+    const char* query = reinterpret_cast<const char*>(query_of(head, b.index));
     const int64_t query_stride = b.columns * 4, step_nbytes = 16 * query_stride;
-    const int64_t key_stride = copies_keys_ ? key_steps_ * 64 : p_.kv.key.stride_token;
-    const auto keys = [&](int token) {
-      return copies_keys_ ? reinterpret_cast<const char*>(key_tile_) + token * key_stride
-                          : tile.key[token] + offset;
-    };
     for (int token = 0; token < b.most; token += 32) {
       const bool two = token + 16 < b.most;
-      const char* const first = keys(token);
-      const char* const second = two ? keys(token + 16) : first;
+      const char* const first = keys[token];
+      const char* const second = two ? keys[token + 16] : first;
       clear_tile<kScoresA>();
       clear_tile<kScoresB>();
       for (int step = 0; step < key_steps_; step++) {
         load_tile<kQuery>(query + step * step_nbytes, query_stride);
-        load_tile<kLeft>(first + step * 64, key_stride);
+        load_tile<kLeft>(first + step * 64, keys.stride);
         multiply_bf16<kScoresA, kLeft, kQuery>();
         if (prefetcher) prefetcher->step();
         if (two) {
-          load_tile<kRight>(second + step * 64, key_stride);
+          load_tile<kRight>(second + step * 64, keys.stride);
           multiply_bf16<kScoresB, kRight, kQuery>();
           if (prefetcher) prefetcher->step();
         }
@@ -374,6 +488,7 @@ class AmxProducts {
     const Vec shift = _mm512_mask_sub_ps(
         zero(), _mm512_cmp_ps_mask(maximum, broadcast(-kInfinity), _CMP_NEQ_UQ), zero(), maximum);
 
+    Vec exact = load(exact_of(head, b.index));
     const __m512bh ones = __m512bh(_mm512_set1_epi16(0x3f80));
     for (int step = 0; step < kTokenSteps; step++) {
       Vec weights[kStepVectors];
@@ -390,19 +505,26 @@ class AmxProducts {
           }
         }
       }
-      for_each_column<kColumns, 0, 1>(
-          weights, [&](auto column, const Vec(&x)[2]) __attribute__((always_inline)) {
-            constexpr int kRow = decltype(column)::value;
-            const __m512bh rounded = _mm512_cvtne2ps_pbh(x[1], x[0]);
-            _mm512_store_si512(weights_ + kRow * kTileTokens + step * kStepTokens, __m512i(rounded));
-            if (kRow < b.num_rows) {
-              float* const total = states + (b.first + kRow) * record_;
-              float* const exact = exact_of(head, b.first + kRow);
-              store(total, _mm512_dpbf16_ps(load(total), rounded, ones));
-              store(exact, add(load(exact), add(x[0], x[1])));
-            }
-          });
+      exact = add(exact, sum_of_column<kColumns>(weights));
+      const auto take = [&](int row, __m512i rounded) __attribute__((always_inline)) {
+        _mm512_store_si512(weights_ + row * kTileTokens + step * kStepTokens, rounded);
+        if (row >= b.num_rows) return;
+        float* const total = states + (b.first + row) * record_;
+        store(total, _mm512_dpbf16_ps(load(total), __m512bh(rounded), ones));
+      };
+      if constexpr (kColumns == kBlockRows) {
+        __m512i rounded[kBlockRows];
+        round_transposed(weights, rounded);
+#pragma GCC unroll 16
+        for (int row = 0; row < kBlockRows; row++) take(row, rounded[row]);
+      } else {
+        for_each_column<kColumns, 0, 1>(
+            weights, [&](auto column, const Vec(&x)[2]) __attribute__((always_inline)) {
+              take(decltype(column)::value, __m512i(_mm512_cvtne2ps_pbh(x[1], x[0])));
+            });
+      }
     }
+    store(exact_of(head, b.index), exact);
   }
 
   // The sums of a block will be asked for soon, and with many blocks they are not in the nearest cache.
@@ -420,21 +542,21 @@ class AmxProducts {
     const Vec now = _mm512_mask_mov_ps(maximum, grows, greatest);
     store(maxima_of(head, b.first / kBlockRows), now);
     alignas(64) float decay[kLanes];
-    store(decay, exp2(sub(maximum, now)));
+    const Vec factors = exp2(sub(maximum, now));  // 1 for the others
+    store(decay, factors);
+    store(exact_of(head, b.index), mul(load(exact_of(head, b.index)), factors));
     for (int r = 0; r < b.num_rows; r++) {
       if ((grows >> r & 1) == 0) continue;
       float* state = states + (b.first + r) * record_;
       const Vec factor = broadcast(decay[r]);
       for (int64_t i = 0; i < record_; i += kLanes) store(state + i, mul(load(state + i), factor));
-      float* exact = exact_of(head, b.first + r);
-      store(exact, mul(load(exact), factor));
     }
     return now;
   }
 
   // Right operands: a row of a tile register has two tokens of 16 dims. A 32-bit word of two tokens falls out
   // of unpacking, which leaves the dims in pair order. Tokens from num_tokens on are zeros.
-  void pair_values(int head, const TileRows& tile, int num_tokens, Prefetcher& prefetcher) {
+  void pair_values(int head, const TileRows& tile, int num_tokens, bf16* paired, Prefetcher& prefetcher) {
     const int64_t offset = int64_t(task_.head_begin + head) * p_.kv.value.stride_head;
     const int dim = p_.kv.value_head_dim;
     const auto row = [&](int token) {
@@ -442,7 +564,7 @@ class AmxProducts {
     };
     for (int t = 0; t < kTileTokens; t += 2) {
       const bf16 *x = row(t), *y = row(t + 1);
-      bf16* out = value_tile_ + t / kStepTokens * value_tiles_ * kTileElements + t % kStepTokens * 16;
+      bf16* out = paired + t / kStepTokens * value_tiles_ * kTileElements + t % kStepTokens * 16;
       for (int i = 0; i < dim; i += kStepDims, out += 2 * kTileElements) {
         const bool part = dim - i < kStepDims;
         const __m512i a = part ? load32(x + i, dim - i) : load32(x + i);
@@ -454,48 +576,56 @@ class AmxProducts {
     }
   }
 
-  bool values_finite(int head, const TileRows& tile, int begin, int end) const {
-    const int64_t offset = int64_t(task_.head_begin + head) * p_.kv.value.stride_head;
-    const int dim = p_.kv.value_head_dim;
-    const __m512i exponent = _mm512_set1_epi16(0x7f80);
-    for (int t = begin; t < end; t++) {
-      const bf16* x = reinterpret_cast<const bf16*>(tile.value[t] + offset);
-      for (int i = 0; i < dim; i += kStepDims) {
-        const __m512i y = dim - i < kStepDims ? load32(x + i, dim - i) : load32(x + i);
-        if (_mm512_cmpeq_epi16_mask(_mm512_and_si512(y, exponent), exponent)) return false;
-      }
-    }
-    return true;
+  // 16-bit words of a row of a value tile, a pair of tokens from 2 * pair on, that belong to tokens >= begin.
+  static __mmask32 words_from(int begin, int pair) {
+    return begin <= 2 * pair ? ~0u : begin == 2 * pair + 1 ? 0xaaaaaaaau : 0u;
   }
 
-  // Adds weights . values of the tile to the block's sums. Returns whether the paired values are still
-  // those of the tile.
-  bool add_values(int head, const TileRows& tile, int num_tokens, const Block& b, float* states,
-                  Prefetcher* prefetcher) {
-    if (b.least == num_tokens || values_finite(head, tile, b.least, num_tokens)) {
-      multiply_values(b, b.blind, b.num_rows, states, prefetcher);
-      return true;
+  // Whether no value of the tokens from `begin` on is infinite or NaN.
+  bool values_finite(const bf16* values, int begin) const {
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    __mmask32 found = 0;
+    for (int pair = begin / 2; pair < kTileTokens / 2; pair++) {
+      const bf16* row = values + pair / 16 * value_tiles_ * kTileElements + pair % 16 * 32;
+      for (int i = 0; i < value_tiles_; i++, row += kTileElements)
+        found |= _mm512_mask_cmpeq_epi16_mask(words_from(begin, pair),
+                                              _mm512_and_si512(_mm512_load_si512(row), exponent), exponent);
     }
+    return found == 0;
+  }
+
+  // The values of a tile with zeros for the tokens from `begin` on.
+  const bf16* cut_values(const bf16* values, int begin) {
+    bf16* const cut = values_ + (defers_ ? kChunkTokens / kTileTokens : 1) * value_tile_elements();
+    for (int pair = 0; pair < kTileTokens / 2; pair++) {
+      const int64_t at = int64_t(pair / 16) * value_tiles_ * kTileElements + pair % 16 * 32;
+      for (int64_t i = at; i < at + value_tiles_ * kTileElements; i += kTileElements)
+        _mm512_store_si512(cut + i,
+                           _mm512_maskz_mov_epi16(~words_from(begin, pair), _mm512_load_si512(values + i)));
+    }
+    return cut;
+  }
+
+  // Adds weights . values of the tile to the block's sums.
+  void add_values(const Block& b, const bf16* values, float* states, Prefetcher* prefetcher) {
+    if (b.least == b.num_tokens || values_finite(values, b.least))
+      return multiply_values(b, b.blind, b.num_rows, values, states, prefetcher);
     // The diagonal, with something there that would make even a weight of 0 count: each token's rows by
     // themselves, with zeros in place of what they do not see.
-    Prefetcher none;
-    none.clear();
     for (int begin = b.blind, end; begin < b.num_rows; begin = end) {
       for (end = begin + 1; end < b.num_rows && b.seen[end] == b.seen[begin];) end++;
-      pair_values(head, tile, b.seen[begin], none);
-      multiply_values(b, begin, end, states, nullptr);
+      multiply_values(b, begin, end, cut_values(values, b.seen[begin]), states, nullptr);
     }
-    return false;
   }
 
   // Rows [begin, end) of a block. All steps, even those in which nothing is seen: else signs of zeros would
   // depend on the block.
-  void multiply_values(const Block& b, int begin, int end, float* states, Prefetcher* prefetcher) {
+  void multiply_values(const Block& b, int begin, int end, const bf16* values, float* states,
+                       Prefetcher* prefetcher) {
     configure(b.columns, end - begin);
     load_tile<kWeightsA>(weights_ + begin * kTileTokens, kTileTokens * sizeof(bf16));
     load_tile<kWeightsB>(weights_ + begin * kTileTokens + kStepTokens, kTileTokens * sizeof(bf16));
     float* sums = states + (b.first + begin) * record_ + kStateHeader;
-    const bf16* values = value_tile_;
     for (int i = 0; i < value_tiles_; i++, sums += 16, values += kTileElements) {
       load_tile<kSums>(sums, record_ * sizeof(float));
       load_tile<kLeft>(values, 64);
@@ -510,16 +640,18 @@ class AmxProducts {
   const AttentionParams& p_;
   const AttentionTask& task_;
   const Rows rows_;
-  const int num_blocks_, key_steps_, value_tiles_;
+  const int num_heads_, num_blocks_, key_steps_, value_tiles_;
   const int64_t record_;
   const bool copies_keys_;
+  const bool defers_;  // to the end of a chunk, all of which is copied first: then a block stays in the cache
   int configured_columns_ = 0, configured_rows_ = 0;
-  bf16* query_;       // [heads, blocks, key_steps, 16, columns, 2]
-  float* maxima_;     // [heads, blocks, kLanes]: of row i % columns of the block
-  float* exact_;      // [heads, rows, kLanes]: parts of the sums of weights before rounding
-  bf16* key_tile_;    // [kTileTokens, key_steps * kStepDims]
-  bf16* value_tile_;  // [kTokenSteps, value_tiles, 16, 16, 2]
-  float* scores_;     // [kTileTokens, columns]
-  bf16* weights_;     // [kBlockRows, kTileTokens]
+  int deferred_tokens_ = 0, deferred_position_ = 0;  // of the chunk
+  bf16* query_;                                      // [heads, blocks, key_steps, 16, columns, 2]
+  float* maxima_;  // [heads, blocks, kLanes]: of row i % columns of the block
+  float* exact_;   // [heads, rows, kLanes]: parts of the sums of weights before rounding
+  bf16* keys_;     // [tiles, kTileTokens, key_steps * kStepDims]
+  bf16* values_;   // [tiles + 1, kTokenSteps, value_tiles, 16, 16, 2]: the last one is cut_values()'s
+  float* scores_;  // [kTileTokens, columns]
+  bf16* weights_;  // [kBlockRows, kTileTokens]
 };
 static_assert(kTokenSteps == 2);

@@ -159,19 +159,20 @@ void attend(const AttentionParams& p, const AttentionTask& task, void* scratch) 
   }
   if (first_key >= end_key) close();
 
-  if (!task.states)
-    for (int head = 0; head < num_heads; head++)
-      for (int row = 0; row < num_rows; row++) {
-        const int q_head = (task.head_begin + head) * group;
-        constexpr int kAhead = 8;  // rows of the result that are asked for before they are written
-        if (row + kAhead < num_rows) {
-          const T* next =
-              out_row<T>(p, task.query_begin + (row + kAhead) / group, q_head + (row + kAhead) % group);
+  if (task.states) return;
+  for (int head = 0; head < num_heads; head++) {
+    const float* state = first_states + head * head_floats;
+    for (int token = task.query_begin; token < task.query_end; token++)
+      for (int g = 0; g < group; g++, state += record) {
+        const int q_head = (task.head_begin + head) * group + g;
+        constexpr int kAhead = 2;  // tokens whose rows of the result are asked for before they are written
+        if (token + kAhead < task.query_end) {
+          const T* next = out_row<T>(p, token + kAhead, q_head);
           for (int i = 0; i < p.kv.value_head_dim; i += 64 / int(sizeof(T))) __builtin_prefetch(next + i, 1);
         }
-        finish_rows<T>(p, task.query_begin + row / group, q_head + row % group,
-                       first_states + head * head_floats + row * record);
+        finish_rows<T>(p, token, q_head, state);
       }
+  }
 }
 
 // A task that folds has all query tokens of its sequence.
