@@ -6,7 +6,7 @@
 // owns every kWarps-th tile of 16 tokens, copies it to its own ring (tile_loader.cuh) and keeps its own
 // state; the main loop has no CTA barrier. At the end of a chunk the warps' states are folded in warp order,
 // and chunks in chunk order (online_softmax.cuh): by the CTA itself where it has all chunks of its rows, else
-// by the last of those that share them (work_list.cuh).
+// by the last of those that share them (work_line.cuh).
 //
 // What differs between element types is the arithmetic on a tile: attention_mma.cuh, attention_fma.cuh.
 #pragma once
@@ -15,19 +15,21 @@
 #include "kernels/column_map.cuh"
 #include "kernels/online_softmax.cuh"
 #include "kernels/tile_loader.cuh"
-#include "kernels/work_list.cuh"
+#include "kernels/work_line.cuh"
 
 namespace paged_ops::kernels {
 
 // What a CTA is doing. It stays in shared memory while the main loop needs the registers.
 struct Work {
   ColumnTile columns;
+  int seen_by_all, seen_by_any;  // keys that all columns see, and that some does
   int slot, kv_head;
-  int num_chunks, mine;     // of these rows; of them this CTA's
-  bool last;                // of the CTAs that share these rows
-  int64_t next_place, end;  // on the line of work
+  int num_chunks, first_chunk, end_chunk;  // of these rows; of them this CTA's
+  bool last;                               // of the CTAs that share these rows
+  int64_t next_place, end;                 // on the line of work
 
-  __device__ __forceinline__ bool shared() const { return mine < num_chunks; }
+  __device__ __forceinline__ int mine() const { return end_chunk - first_chunk; }
+  __device__ __forceinline__ bool shared() const { return mine() < num_chunks; }
 };
 
 // Where things lie in a CTA's shared memory.
@@ -133,7 +135,7 @@ __device__ __forceinline__ RowState<kHeadDim> fold_chunks(const AttentionArgs& a
     if (lane == 0) before = sum.m;
     const FoldFactors mine = fold_factors(before, state.x, maximum);
     const int count = min(kWarpSize, num_chunks - first);
-#pragma unroll 16  // loads in flight: what is folded has come from other multiprocessors, through L2
+#pragma unroll 8  // loads in flight: what is folded has come from other multiprocessors, through L2
     for (int c = 0; c < count; c++) {
       const FoldFactors by{__shfl_sync(kAllLanes, mine.kept, c), __shfl_sync(kAllLanes, mine.added, c)};
       sum.l = fold(sum.l, __shfl_sync(kAllLanes, state.y, c), by);
@@ -199,16 +201,14 @@ __global__ void __launch_bounds__(Tile::kWarps* kWarpSize, kMinCtas<Tile, kCopy>
   int64_t place = 0, begin = 0, end = INT64_MAX;  // on the line of work
   if (a.parallel) {
     // Neighbours on the line go to one multiprocessor: where there is less work than CTAs, to different ones.
-    const int part = blockIdx.x * gridDim.y + blockIdx.y, num_parts = gridDim.x * gridDim.y;
-    const int64_t length = a.slot_begin[a.num_slots];
-    begin = part_begin(length, part, num_parts);
-    end = part_begin(length, part + 1, num_parts);
-    if (begin == end) return;
-    slot = WarpSearch{lane}(a.num_slots, begin, [&](int s) { return a.slot_begin[s]; });
-    const int64_t slot_cost = a.slot_begin[slot + 1] - a.slot_begin[slot];
-    const int64_t cost = slot_cost / num_kv_heads;
-    kv_head = int((begin - a.slot_begin[slot]) / cost);
-    place = a.slot_begin[slot] + kv_head * cost;
+    const int part = blockIdx.x * gridDim.y + blockIdx.y;
+    const int64_t part_length = a.line[a.num_slots + 1];
+    begin = part * part_length;
+    end = begin + part_length;
+    if (begin >= a.line[a.num_slots]) return;
+    slot = WarpSearch{lane}(a.num_slots, begin, [&](int s) { return a.line[s]; });
+    kv_head = 0;
+    place = a.line[slot];
   } else {
     // The KV heads of one tile are neighbours in the grid, as they are in most caches. The last tokens, which
     // see the most, go first.
@@ -223,26 +223,26 @@ __global__ void __launch_bounds__(Tile::kWarps* kWarpSize, kMinCtas<Tile, kCopy>
     if (columns.num_columns == 0) return;
     const int seen_by_all = columns.visible(a, 0), seen_by_any = columns.visible(a, columns.num_columns - 1);
     const int all_chunks = num_chunks(seen_by_any);
+    const int cost = place_cost(seen_by_any);
+    for (; begin - place >= cost; kv_head++)
+      place += cost;  // where this CTA's part begins: once, no division
     const int first_chunk = chunks_before(place, all_chunks, begin),
               end_chunk = chunks_before(place, all_chunks, end);
-    const auto end_of = [&](int chunk) { return min((chunk + 1) * kChunkTokens, seen_by_any); };
     if (threadIdx.x == 0)
-      work = Work{
-          columns, slot, kv_head, all_chunks, end_chunk - first_chunk, false, place + place_cost(seen_by_any),
-          end};
+      work = Work{columns,     seen_by_all, seen_by_any, slot,         kv_head, all_chunks,
+                  first_chunk, end_chunk,   false,       place + cost, end};
+    if (threadIdx.x < kColumns)
+      shared.visible()[threadIdx.x] = columns.visible(a, min(int(threadIdx.x), columns.num_columns - 1));
     if (first_chunk < end_chunk) {
       Loader loader(a, a.op.tables.block_ids + columns.sequence * a.op.tables.stride, kv_head, warp, lane,
                     raw);
-      loader.start(first_chunk * kChunkTokens, end_of(first_chunk));
+      loader.start(first_chunk * kChunkTokens, min((first_chunk + 1) * kChunkTokens, seen_by_any));
       Tile tile(warp, lane, raw + Shared::kScratch);
       tile.load_query(a, columns, kv_head, raw + Shared::kScratch);
-      if (threadIdx.x < kColumns)
-        shared.visible()[threadIdx.x] = columns.visible(a, min(int(threadIdx.x), columns.num_columns - 1));
       __syncthreads();
 
       for (int chunk = first_chunk;;) {
         // ---- this warp's tiles of the chunk ----
-        const int chunk_end = end_of(chunk);
         tile.reset();
         loader.wait();  // K_0
         int stage = 0;
@@ -254,7 +254,7 @@ __global__ void __launch_bounds__(Tile::kWarps* kWarpSize, kMinCtas<Tile, kCopy>
           loader.copy_keys(i + Tile::kStages, stage);
           tile.template update_softmax<edge.value>(a.scale_log2, first_token, shared.visible());
           loader.wait();  // V_i
-          if (edge.value && seen_by_all < chunk_end)
+          if (edge.value && work.seen_by_all < loader.end())
             tile.accumulate_edge(loader.value_slot(stage), first_token, shared.visible());
           else
             tile.accumulate(loader.value_slot(stage));  // rows that nobody sees are zeros
@@ -265,7 +265,7 @@ __global__ void __launch_bounds__(Tile::kWarps* kWarpSize, kMinCtas<Tile, kCopy>
         };
         // Most tiles are seen by all columns to the last row. The mask costs them nothing, not even its code.
         int i = 0;
-        for (const int num_full = loader.tiles_within(seen_by_all); i < num_full; i++)
+        for (const int num_full = loader.tiles_within(work.seen_by_all); i < num_full; i++)
           step(i, std::false_type());
         for (; i < loader.num_tiles(); i++) step(i, std::true_type());
         loader.drain();
@@ -276,9 +276,9 @@ __global__ void __launch_bounds__(Tile::kWarps* kWarpSize, kMinCtas<Tile, kCopy>
                          shared.state(warp * Shared::kStatesNbytes));
         __syncthreads();
         finish_chunk<Tile>(a, shared, chunk, warp, lane);
-        if (++chunk == end_chunk) break;
+        if (++chunk == work.end_chunk) break;
         __syncthreads();  // the states have been read: the rings may be filled again
-        loader.start(chunk * kChunkTokens, end_of(chunk));
+        loader.start(chunk * kChunkTokens, min((chunk + 1) * kChunkTokens, work.seen_by_any));
       }
 
       // ---- the last CTA of these rows folds the chunks ----
@@ -288,12 +288,13 @@ __global__ void __launch_bounds__(Tile::kWarps* kWarpSize, kMinCtas<Tile, kCopy>
         __syncthreads();
         if (threadIdx.x == 0) {
           int* finished = a.finished + int64_t(work.slot) * num_kv_heads + work.kv_head;
-          work.last = atomicAdd(finished, work.mine) + work.mine == work.num_chunks;
+          work.last = atomicAdd(finished, work.mine()) + work.mine() == work.num_chunks;
         }
         __syncthreads();
         if (work.last) {
           __threadfence();  // the count before the others' partial states
-          for (int c = warp; c < work.columns.num_columns; c += Tile::kWarps) {
+          // Asked anew: a register less across the main loop.
+          for (int c = warp_index(); c < work.columns.num_columns; c += Tile::kWarps) {
             const Row row = row_of(a, work.columns, work.kv_head, c);
             store_result<typename Tile::Element>(
                 a, row, fold_chunks<Tile::kHeadDim>(a, row.index(a), work.num_chunks, lane), lane);
@@ -306,13 +307,13 @@ __global__ void __launch_bounds__(Tile::kWarps* kWarpSize, kMinCtas<Tile, kCopy>
     __syncthreads();  // the rings are free
     place = begin = work.next_place;
     end = work.end;
-    if (place >= end) return;
+    if (place >= min(end, a.line[a.num_slots])) return;
     slot = work.slot;
     kv_head = work.kv_head + 1;
     if (kv_head == num_kv_heads) {
       kv_head = 0;
       do slot++;  // past those without rows
-      while (a.slot_begin[slot + 1] == place);
+      while (a.line[slot + 1] == place);
     }
     __syncthreads();  // all have read what the next rows overwrite
   }

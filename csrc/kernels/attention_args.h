@@ -20,7 +20,7 @@ struct AttentionArgs {
   int capacity;      // tokens that a row of the block table has room for; lengths are clamped to it
   float scale_log2;  // op.scale * log2(e): exponents are powers of two
 
-  // Parallel: CTAs share the chunks of a tile of rows as the work list says (work_list.cuh), and the last one
+  // Parallel: CTAs share the chunks of a tile of rows as the work list says (work_line.cuh), and the last one
   // to finish folds the partial states. Otherwise each CTA walks all chunks of one tile. The bits are the
   // same.
   bool parallel;
@@ -29,7 +29,8 @@ struct AttentionArgs {
   int max_chunks;         // of any sequence
   float* partial_out;     // [num_tokens, num_q_heads, max_chunks, value_head_dim] un-normalised
   float2* partial_state;  // [num_tokens, num_q_heads, max_chunks] maximum (log2 units) and sum
-  int64_t* slot_begin;    // [num_slots + 1] where a slot's work begins
+  int num_parts;          // of the line of work: the grid's CTAs
+  int64_t* line;          // [num_slots + 2] where each slot's work begins, where all ends, a part's length
   int* finished;          // [num_slots, num_kv_heads] chunks done
 };
 

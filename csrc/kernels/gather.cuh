@@ -57,7 +57,7 @@ __global__ void gather_kernel(const GatherParams p) {
   if (row >= p.cu_seqlens[num_seqs]) return zero_heads<Packet>(to, p.kv.num_kv_heads, row_nbytes);
 
   const int lane = int(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % kWarpSize;
-  const int sequence = warp_search(lane, num_seqs, row, [&](int s) { return p.cu_seqlens[s]; });
+  const int sequence = WarpSearch{lane}(num_seqs, row, [&](int s) { return p.cu_seqlens[s]; });
   const int token = int(row) - p.cu_seqlens[sequence];
   const int64_t block = p.tables.block_ids[sequence * p.tables.stride + token / p.kv.block_size];
   const CacheView& cache = is_key ? p.kv.key : p.kv.value;

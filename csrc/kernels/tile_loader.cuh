@@ -66,6 +66,7 @@ class TileLoader {
     }
   }
 
+  __device__ __forceinline__ int end() const { return end_; }
   __device__ __forceinline__ int num_tiles() const { return num_tiles_; }
   // How many of them end at or before `position`.
   __device__ __forceinline__ int tiles_within(int position) const {

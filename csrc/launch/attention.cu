@@ -22,14 +22,17 @@ void run_attention(const AttentionPlan& plan, const AttentionParams& op, cudaStr
   args.max_chunks = plan.max_chunks;
   if (plan.parallel) {
     auto* workspace = static_cast<unsigned char*>(op.workspace);
-    args.slot_begin = reinterpret_cast<int64_t*>(workspace);
+    args.line = reinterpret_cast<int64_t*>(workspace);
     args.finished = reinterpret_cast<int*>(workspace + plan.finished_offset);
     args.partial_state = reinterpret_cast<float2*>(workspace + plan.state_offset);
     args.partial_out = reinterpret_cast<float*>(workspace + plan.out_offset);
-    simt::launch(kernels::work_list_kernel, 1, kernels::kWorkListThreads, 0, stream, args);
   }
   dispatch<float, f16, bf16>(
       "query", op.dtype, [&](auto t) { launch_attention<typename decltype(t)::type>(plan, args, stream); });
+}
+
+void launch_work_list(const kernels::AttentionArgs& args, cudaStream_t stream) {
+  simt::launch(kernels::work_list_kernel, 1, kernels::kWorkListThreads, 0, stream, args);
 }
 
 void attention(const AttentionParams& p, const Context& context) {

@@ -23,7 +23,7 @@ struct AttentionPlan {
   int64_t num_slots;   // of tiles of rows
   int64_t num_places;  // (tile of rows, KV head)
 
-  // The workspace: where each slot begins, then these offsets in bytes, each a multiple of 256.
+  // The workspace: the line of work, then these offsets in bytes, each a multiple of 256.
   size_t finished_offset, state_offset, out_offset, workspace_nbytes;
 
   // How many CTAs could find anything to do: what bounds the parallel grid on a chip that holds more.
@@ -69,7 +69,7 @@ inline AttentionPlan plan_attention(const AttentionParams& op) {
 
   const auto padded = [](size_t nbytes) { return (nbytes + 255) / 256 * 256; };
   const size_t states = size_t(op.num_tokens) * op.num_q_heads * plan.max_chunks;
-  plan.finished_offset = padded(size_t(num_slots(1) + 1) * sizeof(int64_t));
+  plan.finished_offset = padded(size_t(num_slots(1) + 2) * sizeof(int64_t));
   plan.state_offset = plan.finished_offset + padded(size_t(num_slots(1)) * kv.num_kv_heads * sizeof(int));
   plan.out_offset = plan.state_offset + padded(states * sizeof(float2));
   plan.workspace_nbytes = plan.out_offset + padded(states * kv.value_head_dim * sizeof(float));

@@ -12,9 +12,11 @@ void run_attention(const AttentionPlan& plan, const AttentionParams& op, cudaStr
 template <class T>
 void launch_attention(const AttentionPlan& plan, const kernels::AttentionArgs& args, cudaStream_t stream);
 
+// Lays out the work that the CTAs of a parallel launch share.
+void launch_work_list(const kernels::AttentionArgs& args, cudaStream_t stream);
+
 template <class Tile, kernels::RowCopy kCopy>
-void launch_attention_tile(const AttentionPlan& plan, const kernels::AttentionArgs& args,
-                           cudaStream_t stream) {
+void launch_attention_tile(const AttentionPlan& plan, kernels::AttentionArgs args, cudaStream_t stream) {
   const auto kernel = kernels::attention_kernel<Tile, kCopy>;
   constexpr unsigned kThreads = Tile::kWarps * kernels::kWarpSize;
   constexpr size_t kShared = kernels::AttentionShared<Tile, kCopy>::kNbytes;
@@ -22,6 +24,8 @@ void launch_attention_tile(const AttentionPlan& plan, const kernels::AttentionAr
   if (plan.parallel) {
     const simt::Residency chip = simt::residency(kernel, kThreads, kShared);
     grid = parallel_grid(plan.max_ctas(), chip.multiprocessors, chip.ctas_per_multiprocessor);
+    args.num_parts = int(grid.x * grid.y);
+    launch_work_list(args, stream);
   }
   simt::launch(kernel, grid, dim3(kThreads), kShared, stream, args);
 }

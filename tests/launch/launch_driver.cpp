@@ -10,9 +10,11 @@
 #include <string>
 #include <vector>
 
+#include "kernels/work_line.cuh"
 #include "launch/attention_launch.h"
 #include "launch/block_swap_config.h"
 #include "launch/packet_width.h"
+#include "simt/emulator/config.h"
 
 using namespace paged_ops;
 using launch::AttentionPlan;
@@ -79,17 +81,23 @@ void workspace() {
     const AttentionPlan odd = launch::plan_attention(p);
     CHECK(aligned.aligned && !odd.aligned);
     CHECK(aligned.workspace_nbytes == odd.workspace_nbytes && aligned.parallel == odd.parallel);
-    CHECK(odd.workspace_nbytes == 0 || odd.finished_nbytes >= size_t(odd.num_places) * sizeof(int));
-    CHECK(odd.state_offset % 256 == 0 && odd.out_offset % 256 == 0);
+    for (const AttentionPlan& plan : {aligned, odd}) {
+      CHECK(plan.finished_offset >= size_t(plan.num_slots + 2) * sizeof(int64_t));
+      CHECK(plan.state_offset >= plan.finished_offset + size_t(plan.num_places) * sizeof(int));
+    }
+    CHECK(odd.finished_offset % 256 == 0 && odd.state_offset % 256 == 0 && odd.out_offset % 256 == 0);
     CHECK(odd.parallel || odd.workspace_nbytes == 0);
   }
 }
 
-void splits() {
+void parallel() {
   const AttentionPlan one = launch::plan_attention(shapes(1, 1, 8, 4, 8192, true));
-  CHECK(one.parallel && one.splits == 256, "a lone sequence of 131072 tokens spreads over all its chunks");
-  const AttentionPlan many = launch::plan_attention(shapes(256, 256, 8, 4, 8192, true));
-  CHECK(!many.parallel || many.splits < 8, "a large batch needs few CTAs per sequence");
+  CHECK(one.parallel && one.max_ctas() == 8 * 256,
+        "a lone sequence of 131072 tokens spreads over its chunks");
+  const AttentionPlan many = launch::plan_attention(shapes(512, 512, 8, 4, 512, true));
+  CHECK(many.parallel, "a large batch may hold a long sequence: its CTAs share the work too");
+  const AttentionPlan huge = launch::plan_attention(shapes(1024, 1024, 8, 16, 8192, true));
+  CHECK(!huge.parallel && huge.workspace_nbytes == 0, "partial states of gigabytes are not worth it");
   const AttentionPlan brief = launch::plan_attention(shapes(64, 64, 8, 4, 32, true));
   CHECK(!brief.parallel && brief.workspace_nbytes == 0, "one chunk needs no workspace");
   const AttentionPlan prefill = launch::plan_attention(shapes(1, 4096, 8, 4, 8192, false));
@@ -98,6 +106,52 @@ void splits() {
   CHECK(verify.parallel && verify.column_tiles == 2, "a few tokens of a long sequence share its chunks");
   CHECK(launch::plan_attention(shapes(1, 1, 1, 1, 1 << 30, true)).capacity > 0,
         "a table wider than 2^31 tokens");
+}
+
+void parallel_grid() {
+  const auto grid = [](int64_t max_ctas, int multiprocessors, int each) {
+    const dim3 g = launch::parallel_grid(max_ctas, multiprocessors, each);
+    return std::pair(g.x, g.y);
+  };
+  CHECK(grid(1 << 20, 132, 3) == std::pair(132u, 3u), "no more CTAs than the chip holds at once");
+  CHECK(grid(200, 132, 3) == std::pair(132u, 2u), "nor more than could have work, or nearly");
+  CHECK(grid(16, 132, 3) == std::pair(16u, 1u) && grid(0, 132, 3) == std::pair(1u, 1u));
+  CHECK(grid(int64_t(1) << 40, 170, 0) == std::pair(170u, 1u));
+}
+
+// Every chunk of every place is in exactly one part of the line, in order, and no part has much more than
+// its share.
+void work_list() {
+  for (int round = 0; round < 3000; round++) {
+    std::vector<int> keys;
+    for (int i = uniform(1, 40); i > 0; i--)
+      keys.push_back(uniform(0, 9) ? uniform(0, 1) * uniform(0, 2000) : uniform(0, 100000));
+    int64_t length = 0;
+    for (const int n : keys) length += kernels::place_cost(n);
+    const int num_parts = uniform(0, 1) ? uniform(1, 9) : uniform(1, 500);
+    std::vector<int> next(keys.size(), 0);
+    const int64_t part_length = kernels::part_length(length, num_parts);
+    CHECK(part_length * num_parts >= length && part_length * num_parts < length + num_parts);
+    for (int part = 0; part < num_parts; part++) {
+      const int64_t begin = part * part_length, end = begin + part_length;
+      int64_t place = 0, cost = 0;
+      for (size_t i = 0; i < keys.size(); place += kernels::place_cost(keys[i++])) {
+        const int n = kernels::num_chunks(keys[i]);
+        const int from = kernels::chunks_before(place, n, begin), to = kernels::chunks_before(place, n, end);
+        if (begin >= length) CHECK(from == to, "a part past the end has no work");
+        if (from >= to) continue;
+        CHECK(from == next[i], "chunk ", next[i], " of place ", i, " is left out or done twice");
+        next[i] = to;
+        cost += (to == n ? kernels::place_cost(keys[i]) : int64_t(to) * kernels::kChunkCost) -
+                int64_t(from) * kernels::kChunkCost;
+      }
+      CHECK(cost <= (length + num_parts - 1) / num_parts + kernels::kChunkCost, "part ", part,
+            " is too long");
+    }
+    for (size_t i = 0; i < keys.size(); i++) CHECK(next[i] == kernels::num_chunks(keys[i]), "place ", i);
+  }
+  CHECK(kernels::chunks_before(0, 7, INT64_MAX) == 7, "all chunks, where nothing is shared");
+  CHECK(kernels::num_chunks(0) == 1 && kernels::num_chunks(512) == 1 && kernels::num_chunks(513) == 2);
 }
 
 void packet_width() {
@@ -245,23 +299,27 @@ struct Problem {
            kv_head * p.kv.value.stride_head;
   }
 
-  // Runs with outputs and workspace full of NaN. `splits` 0: one CTA walks.
-  void run(bool aligned, int column_tiles, int splits) {
+  // Runs with outputs and workspace full of NaN, by the work list on a chip of so many multiprocessors, or
+  // where that is 0 with a CTA for all chunks of the same rows.
+  void run(bool aligned, int column_tiles, int multiprocessors) {
     AttentionPlan plan = launch::plan_attention(p);
     plan.aligned = aligned;
     plan.column_tiles = column_tiles;
-    plan.num_places = kernels::num_slots(p, 8 * column_tiles) * p.kv.num_kv_heads;
-    plan.parallel = splits > 0;
-    plan.splits = std::max(splits, 1);
+    plan.num_slots = kernels::num_slots(p, 8 * column_tiles);
+    plan.num_places = plan.num_slots * p.kv.num_kv_heads;
+    plan.parallel = multiprocessors > 0;
+    simt::config().multiprocessors = std::max(multiprocessors, 1);
     const size_t states = lse.size() * plan.max_chunks;
-    plan.finished_nbytes = plan.num_places * sizeof(int);
-    plan.state_offset = (plan.finished_nbytes + 255) / 256 * 256;
-    plan.out_offset = (plan.state_offset + states * sizeof(float2) + 255) / 256 * 256;
+    const auto padded = [](size_t nbytes) { return (nbytes + 255) / 256 * 256; };
+    plan.finished_offset = padded((plan.num_slots + 2) * sizeof(int64_t));
+    plan.state_offset = plan.finished_offset + padded(plan.num_places * sizeof(int));
+    plan.out_offset = plan.state_offset + padded(states * sizeof(float2));
     workspace.assign(plan.out_offset + states * p.kv.value_head_dim * sizeof(float), 0xff);
     p.workspace = workspace.data();
     std::fill(out.begin(), out.end(), 0xff);
     std::fill(lse.begin(), lse.end(), NAN);
     launch::run_attention(plan, p, nullptr);
+    simt::config().multiprocessors = 132;
   }
 };
 
@@ -282,11 +340,12 @@ void plans(DType dtype, int head_dim, int value_head_dim, int group, const std::
   std::vector<float> first_lse;
   for (const bool aligned : {true, false})
     for (int column_tiles = 1; column_tiles <= (aligned && dtype != DType::f32 ? 2 : 1); column_tiles++)
-      for (int splits = 0; splits <= 3; splits++) {
-        problem.run(aligned, column_tiles, splits);
+      for (const int multiprocessors : {0, 1, 2, 5, 132}) {
+        problem.run(aligned, column_tiles, multiprocessors);
         const std::vector<float>& lse = problem.lse;
         if (first_out.empty()) first_out = problem.out, first_lse = lse;
-        const auto which = concat("aligned ", aligned, ", column tiles ", column_tiles, ", splits ", splits);
+        const auto which = concat("aligned ", aligned, ", column tiles ", column_tiles, ", multiprocessors ",
+                                  multiprocessors);
         CHECK(problem.out == first_out, which);
         CHECK(std::memcmp(lse.data(), first_lse.data(), lse.size() * sizeof(float)) == 0, which);
         for (const float x : lse) CHECK(!std::isnan(x), which);
@@ -341,7 +400,9 @@ int main(int argc, char** argv) {
   const std::string what = argc > 1 ? argv[1] : "";
   const std::map<std::string, void (*)()> functions{{"slots", slots},
                                                     {"workspace", workspace},
-                                                    {"splits", splits},
+                                                    {"parallel", parallel},
+                                                    {"parallel_grid", parallel_grid},
+                                                    {"work_list", work_list},
                                                     {"packet_width", packet_width},
                                                     {"head_threads", head_threads},
                                                     {"swap_pieces", swap_pieces}};

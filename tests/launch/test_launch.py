@@ -11,7 +11,16 @@ from toolchain import CSRC, GXX, compile_objects, emulator_objects, link
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++")
 
 FLAGS = ["-Wno-unused-parameter"]
-FUNCTIONS = ["slots", "workspace", "splits", "packet_width", "head_threads", "swap_pieces"]
+FUNCTIONS = [
+    "slots",
+    "workspace",
+    "parallel",
+    "parallel_grid",
+    "work_list",
+    "packet_width",
+    "head_threads",
+    "swap_pieces",
+]
 DTYPES = ["float32", "float16", "bfloat16"]
 # head_dim, value_head_dim, query heads per KV head: each kernel's head dim, with and without a tail.
 SHAPES = [(64, 64, 1), (40, 64, 8), (128, 80, 5), (256, 256, 3), (192, 136, 9)]
@@ -44,7 +53,7 @@ def test_pure_function(driver: Path, function: str) -> None:
 def test_no_plan_changes_a_bit(
     driver: Path, dtype: str, shape: tuple[int, int, int], query_tokens: str
 ) -> None:
-    """Chunks shared by 1, 2, 3 CTAs or walked by one; narrow and wide tiles; copies by piece or element."""
+    """Chunks shared by the CTAs of chips small and large, or walked by one; narrow and wide tiles; copies by piece or element."""
     check(driver, "plans", dtype, *shape, query_tokens)
 
 

@@ -296,6 +296,14 @@ void graph() {
 const std::map<std::string, std::function<void()>> kOps{
     // Two chunks for the longest, none for the first; a group that leaves columns idle.
     {"decode_f16", [] { attention(DType::f16, {0, 17, 600}, {}, 2, 3, 64, 3); }},
+    // More slots than the work list takes in a round, more rows than CTAs, and parts that begin anywhere.
+    {"decode_f16_many",
+     [] {
+       std::vector<int32_t> lengths(600, 0);
+       lengths[3] = 530;
+       lengths[4] = lengths[590] = 20;
+       attention(DType::f16, lengths, {}, 1, 1, 64, 16);
+     }},
     {"decode_bf16_wide", [] { attention(DType::bf16, {1100, 33}, {}, 1, 12, 128, 16); }},
     {"decode_f32", [] { attention(DType::f32, {0, 17, 600}, {}, 2, 3, 64, 3); }},
     // Rows whose length is no multiple of 16 bytes times the strides: copied by element.
@@ -323,6 +331,7 @@ int main(int argc, char** argv) {
   config.order = simt::FiberOrder(std::atoi(argv[2]));
   config.landing = simt::CopyLanding(std::atoi(argv[3]));
   config.workers = std::atoi(argv[4]);
+  config.multiprocessors = 8;  // what their CTAs have as threads must be few
   kOps.at(argv[1])();
   std::printf("checksum %016llx\n", (unsigned long long)checksum);
   return 0;

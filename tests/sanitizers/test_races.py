@@ -37,6 +37,7 @@ RACES = [
 ]
 OPS = [
     "decode_f16",
+    "decode_f16_many",
     "decode_f16_odd",
     "decode_bf16_wide",
     "decode_f32",
@@ -134,7 +135,8 @@ SYNCHRONISATION = re.compile(r"\b(__syncwarp|__syncthreads|__threadfence)\(\);")
 AFFECTED = {
     "merge_states.cuh": (["merge_states.cu"], ["merge_states"]),
     "gather.cuh": (["gather.cu"], ["gather"]),
-    "attention.cuh": (["attention_f16.cu"], ["decode_f16", "prefill_f16_serial"]),
+    "attention.cuh": (["attention_f16.cu"], ["decode_f16", "prefill_f16_serial", "decode_f16_many"]),
+    "work_list.cuh": (["attention.cu"], ["decode_f16_many"]),
     "tile_loader.cuh": (["attention_f16.cu"], ["decode_f16", "prefill_f16_serial"]),
 }
 
