@@ -1,4 +1,4 @@
-"""Audits the compiled CUDA kernels: registers, spills, occupancy, bytes in flight, instructions.
+"""Audits the compiled CUDA kernels: registers, spills, occupancy, bytes in flight, instructions, and a model.
 
     python tools/audit.py [--archs sm_80,sm_90] [--build-dir build/audit] [--json FILE]
 
@@ -26,6 +26,9 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parent))  # as a script's folder is
+import roofline
+
 REPOSITORY = Path(__file__).resolve().parents[1]
 CSRC = REPOSITORY / "csrc"
 KIB = 1024
@@ -50,16 +53,25 @@ class Claim:
     in_flight: float = 0
     loads_in_flight: int = 0
     instructions: dict[str, int] = field(default_factory=dict)  # kind -> at least so many
+    max_loop: int = 0  # instructions per tile of 16 tokens
 
 
 ASYNCHRONOUS, BY_ELEMENT = r"\(RowCopy\)0", r"\(RowCopy\)1"
 
+# Instructions per tile of 16 tokens, by head dim and tiles of 8 columns. An H200's memory takes 223, 446 and
+# 892 clocks to bring a multiprocessor the 16 tokens, and in each clock it can issue 4 instructions.
+MAX_LOOP = {(64, 1): 224, (128, 1): 277, (256, 1): 377, (64, 2): 310, (128, 2): 402, (256, 2): 600}
+
 CLAIMS = [
-    Claim(
-        rf"attention_kernel<MmaTile<.*>, {ASYNCHRONOUS}>",
-        "16-bit attention is bound by memory: copies behind the back, matrix instructions, a deep ring",
-        in_flight=1.5,
-        instructions={"async copy 16": 2, "matrix load": 2, "matrix product": 2},
+    *(
+        Claim(
+            rf"attention_kernel<MmaTile<\w+, {head_dim}, {column_tiles}>, {ASYNCHRONOUS}>",
+            "16-bit attention is bound by memory: copies behind the back, matrix instructions, a deep ring",
+            in_flight=1.5,
+            instructions={"async copy 16": 2, "matrix load": 2, "matrix product": 2},
+            max_loop=max_loop,
+        )
+        for (head_dim, column_tiles), max_loop in MAX_LOOP.items()
     ),
     Claim(
         rf"attention_kernel<FmaTile<.*>, {ASYNCHRONOUS}>",
@@ -93,7 +105,7 @@ CLAIMS = [
         r"(block_copy|gather|cache_write)_kernel<unsigned (int|short|char)>", "as wide as alignment allows"
     ),
     Claim(r"merge_states_kernel<", "a pass over two outputs"),
-    Claim(r"cu_seqlens_kernel", "one CTA"),
+    Claim(r"(cu_seqlens|work_list)_kernel", "one CTA"),
     Claim(r"check_\w+_kernel", "only with check=True"),
 ]
 
@@ -106,6 +118,7 @@ KINDS = {
     "store 16": r"STG\..*128",
     "local memory": r"(LDL|STL)\b",
 }
+LOOP_HAS = ("async copy 16", "matrix product")
 
 
 # ---- chips ---------------------------------------------------------------------------------------
@@ -195,18 +208,41 @@ def read_launch_bounds(ptx: str) -> dict[str, int]:
 
 
 def count_instructions(sass: str) -> dict[str, Counter[str]]:
-    """How often each kind of instruction stands in each kernel's code."""
-    counts: dict[str, Counter[str]] = {}
-    current: Counter[str] = Counter()
+    """How often each kind of instruction stands in each kernel's code; "loop": all of its main loop's."""
+    bodies: dict[str, list[tuple[str, str]]] = {}
+    body: list[tuple[str, str]] = []
     for line in sass.splitlines():
         if section := re.match(r"\s*\.section\s+\.text\.(\w+)", line):
-            current = counts.setdefault(section[1], Counter())
-        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)", line):
-            current["instructions"] += 1
-            for kind, pattern in KINDS.items():
-                if re.match(pattern, instruction[1]):
-                    current[kind] += 1
+            body = bodies.setdefault(section[1], [])
+        elif label := re.match(r"(\.L_x_\w+):", line):
+            body.append(("", label[1]))
+        elif instruction := re.match(r"\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+ )?\s*([A-Z][\w.]*)(.*)", line):
+            body.append((instruction[1], instruction[2]))
+    counts = {}
+    for symbol, body in bodies.items():
+        names = [name for name, _ in body if name]
+        counts[symbol] = Counter({"instructions": len(names), "loop": main_loop(body)})
+        for kind, pattern in KINDS.items():
+            counts[symbol][kind] = sum(bool(re.match(pattern, name)) for name in names)
     return counts
+
+
+def main_loop(body: Sequence[tuple[str, str]]) -> int:
+    """Instructions of the shortest loop that both copies and multiplies matrices, or 0.
+
+    `body`: (name, operands) of an instruction, ("", label) of a label. Blocks that are seldom run stand
+    off the straight line and are not counted.
+    """
+    labels = {operands: i for i, (name, operands) in enumerate(body) if not name}
+    sizes = []
+    for i, (name, operands) in enumerate(body):
+        target = re.search(r"\((\.L_x_\w+)\)", operands)
+        if not name.startswith("BRA") or name.startswith("BRA.DIV") or target is None:
+            continue
+        loop = [other for other, _ in body[labels.get(target[1], i) : i + 1] if other]
+        if all(any(re.match(KINDS[kind], other) for other in loop) for kind in LOOP_HAS):
+            sizes.append(len(loop))
+    return min(sizes, default=0)
 
 
 @dataclass
@@ -292,6 +328,10 @@ def judge(kernel: Kernel, name: str, launches: Launches | None, claims: Sequence
             row.unchecked.append(kind)
         elif kernel.instructions[kind] < least:
             row.failures.append(f"{kernel.instructions[kind]} x {kind}, wanted {least}")
+    if claim.max_loop and kernel.instructions is not None:
+        loop = kernel.instructions["loop"]
+        if not 0 < loop <= claim.max_loop:
+            row.failures.append(f"{loop} instructions in the main loop, wanted 1 to {claim.max_loop}")
     return row
 
 
@@ -403,8 +443,8 @@ def demangle(symbols: Sequence[str]) -> dict[str, str]:
 # ---- telling -------------------------------------------------------------------------------------
 
 
-COLUMNS = {"LDGSTS": "async copy 16", "LDSM": "matrix load", "HMMA": "matrix product", "LDG 16": "load 16",
-           "STG 16": "store 16"}  # fmt: skip
+COLUMNS = {"loop": "loop", "LDGSTS": "async copy 16", "LDSM": "matrix load", "HMMA": "matrix product",
+           "LDG 16": "load 16", "STG 16": "store 16"}  # fmt: skip
 
 
 def cells(row: Row) -> list[str]:
@@ -432,6 +472,21 @@ def table(rows: Sequence[Row]) -> str:
         return cell.ljust(widths[i]) if i < 2 else cell.rjust(widths[i])
 
     return "\n".join("  ".join(pad(i, cell) for i, cell in enumerate(line)) for line in lines)
+
+
+def model(rows: Sequence[Row]) -> str:
+    """What the roofline model makes of the kernels: nothing of it is measured."""
+    kernels, in_flight = {}, {}
+    for row in rows:
+        tile = re.fullmatch(rf"attention_kernel<MmaTile<bf16, (\d+), (\d)>, {ASYNCHRONOUS}>", row.kernel)
+        if tile and row.instructions and row.instructions["loop"] and row.ctas:
+            kernels[row.arch, int(tile[1]), 8 * int(tile[2])] = roofline.Kernel(
+                8 * int(tile[2]), row.ctas, row.waiting // row.ctas, row.instructions["loop"]
+            )
+        elif row.waiting:
+            in_flight[row.arch, row.kernel] = row.waiting
+    tables = (roofline.attention_rows(kernels), roofline.move_rows(in_flight))
+    return "\n\n".join(roofline.table(lines) for lines in tables if len(lines) > 1)
 
 
 def audit(archs: Sequence[str], build_dir: Path) -> list[Row]:
@@ -471,6 +526,8 @@ def main() -> int:
     failures += [f"no kernel matches the claim about {pattern}" for pattern in unused_claims(rows)]
     if unchecked:
         print(f"\nnot checked for want of nvdisasm: the instructions of {unchecked} kernels")
+    if predicted := model(rows):
+        print(f"\nmodelled, not measured (tools/roofline.py):\n\n{predicted}")
     print(f"\n{len(rows)} kernels, {len(failures)} claims broken")
     for failure in failures:
         print(f"  {failure}")

@@ -59,9 +59,12 @@ PTX = """\
 SASS = """\
 	.section	.text._Z5cleanv,"ax",@progbits
         /*0000*/                   LDC R1, c[0x0][0x28] ;
+.L_x_7:
         /*0010*/              @!P0 LDGSTS.E.BYPASS.LTC128B.128 [R2], desc[UR4][R4.64] ;
         /*0020*/                   LDSM.16.M88.4 R4, [R8+UR5] ;
         /*0030*/                   HMMA.16816.F32.BF16 R4, R8, R12, R4 ;
+        /*0034*/                   FADD R4, R4, R5 ;
+        /*0038*/               @P1 BRA `(.L_x_7) ;
         /*0040*/                   LDG.E.128 R4, desc[UR4][R2.64] ;
         /*0050*/                   LDG.E R5, desc[UR4][R2.64] ;
         /*0060*/              @UP1 STG.E.128 desc[UR4][R2.64], R4 ;
@@ -84,8 +87,19 @@ def test_reads_launch_bounds() -> None:
 def test_counts_instructions() -> None:
     counts = audit.count_instructions(SASS)
     once = ["async copy 16", "matrix load", "matrix product", "load 16", "store 16"]
-    assert counts["_Z5cleanv"] == {"instructions": 7, **dict.fromkeys(once, 1)}
-    assert counts["_Z5dirtyv"]["local memory"] == 1
+    assert +counts["_Z5cleanv"] == {"instructions": 9, "loop": 5, **dict.fromkeys(once, 1)}
+    assert counts["_Z5dirtyv"]["local memory"] == 1 and counts["_Z5dirtyv"]["loop"] == 0
+
+
+def test_the_main_loop_is_the_shortest_that_copies_and_multiplies() -> None:
+    copy, product = ("LDGSTS.E.BYPASS.LTC128B.128", ""), ("HMMA.16816.F32", "")
+    back, label = ("BRA", " `(.L_x_1)"), ("", ".L_x_1")
+    assert audit.main_loop([label, copy, product, back]) == 3
+    assert audit.main_loop([label, copy, back]) == 0
+    assert audit.main_loop([back, copy, product, label]) == 0, "a jump ahead is no loop"
+    assert audit.main_loop([label, copy, product, ("BRA.DIV", " UR4, `(.L_x_1)")]) == 0
+    outer = [("", ".L_x_0"), copy, label, copy, product, back, ("BRA", " `(.L_x_0)")]
+    assert audit.main_loop(outer) == 3
 
 
 @pytest.mark.parametrize(
@@ -163,6 +177,10 @@ def test_each_broken_claim_is_told() -> None:
     assert "1 x async copy 16, wanted 2" in failures(
         replace(KERNEL, instructions=Counter({"async copy 16": 1, "matrix product": 1}))
     )
+    loop = replace(CLAIM, max_loop=100)
+    for count, good in ((100, True), (101, False), (0, False)):
+        counted = replace(KERNEL, instructions=Counter({**KERNEL.instructions, "loop": count}))
+        assert (audit.judge(counted, "kernel", LAUNCHES, [loop]).failures == []) is good
     assert "no claim" in failures(name="another")
     assert "saw no launch" in failures(launches=None)
     assert audit.unused_claims([], [CLAIM]) == ["kernel"]
