@@ -18,7 +18,7 @@ namespace {
 // that each block is read once in one contiguous sweep (decode, verification). More make a prefill.
 constexpr int kSweepTokens = 8;
 // A prefill task takes so many rows (query tokens x group) of one KV head through all chunks.
-constexpr int kPrefillRows = 128;
+constexpr int kPrefillRows = 256;
 // A sweep's tile and the next one stay in a core's own cache.
 constexpr int64_t kSweepTileBytes = 512 << 10;
 // Enough tasks for each thread that the last ones to finish do not keep the others waiting for long.

@@ -188,8 +188,8 @@ class AmxProducts {
     const int64_t num_tiles = defers_ ? kChunkTokens / kTileTokens : 1;
     keys_ = carver.take<bf16>(copies_keys_ ? num_tiles * key_tile_elements() : 0);
     values_ = carver.take<bf16>((num_tiles + 1) * value_tile_elements());
-    scores_ = carver.take<float>(kTileTokens * kBlockRows);
-    weights_ = carver.take<bf16>(kBlockRows * kTileTokens);
+    scores_ = carver.take<float>(2 * kTileTokens * kBlockRows);
+    weights_ = carver.take<bf16>(2 * kBlockRows * kTileTokens);
   }
 
   ~AmxProducts() {
@@ -229,6 +229,7 @@ class AmxProducts {
 
   // Each product of tiles, each pair of tokens, each column of values, and some in between.
   int num_steps() const {
+    if (defers_) return kTileTokens / 4 + kTileTokens / 2;
     const int key_products = copies_keys_ ? kTileTokens / 4 : key_steps_ * (kTileTokens / 16);
     const int columns = columns_for(block_rows(0));
     return key_products + kTokenSteps * weight_steps(columns) + kTileTokens / 2 + value_tiles_;
@@ -244,15 +245,7 @@ class AmxProducts {
 
   void close(int head, float* states) {
     if (defers_)
-      for (int block = 0; block < num_blocks_; block++)
-        for (int begin = 0; begin < deferred_tokens_; begin += kTileTokens) {
-          const int left = deferred_tokens_ - begin;
-          const Block b(*this, block, left < kTileTokens ? left : kTileTokens, deferred_position_ + begin);
-          if (b.most <= 0) continue;
-          const int tile = begin / kTileTokens;
-          const KeyRows keys = copied_keys(tile);
-          attend_block(head, b, keys, values_ + tile * value_tile_elements(), states, nullptr);
-        }
+      for (int block = 0; block < num_blocks_; block += 2) attend_chunk(head, block, states);
     deferred_tokens_ = 0;
     for (int row = 0; row < rows_.count; row++) {
       float* state = states + row * record_;
@@ -281,7 +274,9 @@ class AmxProducts {
         if (b.most > 0)
           score(head, b, copies_keys_ ? copied_keys(0) : keys_in_place(head, tile), &prefetcher);
         pair_values(head, tile, num_tokens, values, prefetcher);
-        if (b.most > 0) weigh_and_add(head, b, values, states, &prefetcher);
+        if (b.most <= 0) continue;
+        weigh(head, b, states, &prefetcher);
+        add_values(b, values, states, &prefetcher);
       } else if (b.most > 0) {
         attend_block(head, b, copied_keys(0), values, states, nullptr);
       }
@@ -353,6 +348,9 @@ class AmxProducts {
         memcpy(packed + k * columns + column, rows[column] + 2 * k, sizeof(uint32_t));
   }
 
+  float* scores_of(const Block& b) const { return scores_ + b.index % 2 * kTileTokens * kBlockRows; }
+  bf16* weights_of(const Block& b) const { return weights_ + b.index % 2 * kTileTokens * kBlockRows; }
+
   int64_t key_tile_elements() const { return kTileTokens * key_steps_ * kStepDims; }
   int64_t value_tile_elements() const { return kTokenSteps * value_tiles_ * kTileElements; }
 
@@ -373,20 +371,41 @@ class AmxProducts {
     return {nullptr, 0, reinterpret_cast<const char*>(keys_ + tile * key_tile_elements()), key_steps_ * 64};
   }
 
+  // Two blocks of rows on all tiles of a deferred chunk. Each step is done for both before the next, so that
+  // the second finds the tile's keys or values in the nearest cache.
+  void attend_chunk(int head, int first_block, float* states) {
+    const int num_blocks = first_block + 1 < num_blocks_ ? 2 : 1;
+    for (int begin = 0; begin < deferred_tokens_; begin += kTileTokens) {
+      const int left = deferred_tokens_ - begin, tile = begin / kTileTokens;
+      const int num_tokens = left < kTileTokens ? left : kTileTokens;
+      const Block blocks[2] = {
+          Block(*this, first_block, num_tokens, deferred_position_ + begin),
+          Block(*this, first_block + num_blocks - 1, num_tokens, deferred_position_ + begin)};
+      const KeyRows keys = copied_keys(tile);
+      const bf16* values = values_ + tile * value_tile_elements();
+      for (int i = 0; i < num_blocks; i++)
+        if (blocks[i].most > 0) score(head, blocks[i], keys, nullptr);
+      for (int i = 0; i < num_blocks; i++)
+        if (blocks[i].most > 0) weigh(head, blocks[i], states, nullptr);
+      for (int i = 0; i < num_blocks; i++)
+        if (blocks[i].most > 0) add_values(blocks[i], values, states, nullptr);
+    }
+  }
+
   // A block of rows on a tile.
   void attend_block(int head, const Block& b, const KeyRows& keys, const bf16* values, float* states,
                     Prefetcher* prefetcher) {
     score(head, b, keys, prefetcher);
-    weigh_and_add(head, b, values, states, prefetcher);
+    weigh(head, b, states, prefetcher);
+    add_values(b, values, states, prefetcher);
   }
 
-  void weigh_and_add(int head, const Block& b, const bf16* values, float* states, Prefetcher* prefetcher) {
+  void weigh(int head, const Block& b, float* states, Prefetcher* prefetcher) {
     if (b.blind > 0 || b.least < kTileTokens) {
       weigh_block<true>(head, b, states, prefetcher);
     } else {
       weigh_block<false>(head, b, states, prefetcher);
     }
-    add_values(b, values, states, prefetcher);
   }
 
   // Gives the tile registers their shapes, for a block of `columns` columns and products of `num_rows` rows.
@@ -435,8 +454,8 @@ class AmxProducts {
           if (prefetcher) prefetcher->step();
         }
       }
-      store_tile<kScoresA>(scores_ + token * b.columns, query_stride);
-      if (two) store_tile<kScoresB>(scores_ + (token + 16) * b.columns, query_stride);
+      store_tile<kScoresA>(scores_of(b) + token * b.columns, query_stride);
+      if (two) store_tile<kScoresB>(scores_of(b) + (token + 16) * b.columns, query_stride);
     }
   }
 
@@ -457,6 +476,8 @@ class AmxProducts {
   void weigh_scores(int head, const Block& b, float* states, Prefetcher* prefetcher) {
     constexpr int kTokens = kLanes / kColumns;  // of a vector, token-major
     constexpr int kStepVectors = kStepTokens / kTokens;
+    const float* const scores = scores_of(b);
+    bf16* const weights_out = weights_of(b);
     const Vec scale = broadcast(p_.scale * kLog2E);
     __m512i left =
         _mm512_setzero_si512();  // of a lane's row: tokens that it sees, less the lane's own offset
@@ -472,7 +493,7 @@ class AmxProducts {
       return _mm512_mask_mov_ps(broadcast(-kInfinity), seen, x);
     };
     const auto logits = [&](int vector) __attribute__((always_inline)) {
-      return masked(vector, mul(load(scores_ + vector * kLanes), scale));
+      return masked(vector, mul(load(scores + vector * kLanes), scale));
     };
 
     Vec greatest = logits(0), other = logits(1);
@@ -495,7 +516,7 @@ class AmxProducts {
 #pragma GCC unroll 32
       for (int i = 0; i < kStepVectors; i++) {
         const int vector = step * kStepVectors + i;
-        weights[i] = weight_of(masked(vector, fma(load(scores_ + vector * kLanes), scale, shift)));
+        weights[i] = weight_of(masked(vector, fma(load(scores + vector * kLanes), scale, shift)));
         if (i % (kStepVectors / weight_steps(kColumns)) == 0) {
           if (prefetcher) {
             prefetcher->step();
@@ -507,7 +528,7 @@ class AmxProducts {
       }
       exact = add(exact, sum_of_column<kColumns>(weights));
       const auto take = [&](int row, __m512i rounded) __attribute__((always_inline)) {
-        _mm512_store_si512(weights_ + row * kTileTokens + step * kStepTokens, rounded);
+        _mm512_store_si512(weights_out + row * kTileTokens + step * kStepTokens, rounded);
         if (row >= b.num_rows) return;
         float* const total = states + (b.first + row) * record_;
         store(total, _mm512_dpbf16_ps(load(total), __m512bh(rounded), ones));
@@ -623,8 +644,8 @@ class AmxProducts {
   void multiply_values(const Block& b, int begin, int end, const bf16* values, float* states,
                        Prefetcher* prefetcher) {
     configure(b.columns, end - begin);
-    load_tile<kWeightsA>(weights_ + begin * kTileTokens, kTileTokens * sizeof(bf16));
-    load_tile<kWeightsB>(weights_ + begin * kTileTokens + kStepTokens, kTileTokens * sizeof(bf16));
+    load_tile<kWeightsA>(weights_of(b) + begin * kTileTokens, kTileTokens * sizeof(bf16));
+    load_tile<kWeightsB>(weights_of(b) + begin * kTileTokens + kStepTokens, kTileTokens * sizeof(bf16));
     float* sums = states + (b.first + begin) * record_ + kStateHeader;
     for (int i = 0; i < value_tiles_; i++, sums += 16, values += kTileElements) {
       load_tile<kSums>(sums, record_ * sizeof(float));
@@ -651,7 +672,7 @@ class AmxProducts {
   float* exact_;   // [heads, rows, kLanes]: parts of the sums of weights before rounding
   bf16* keys_;     // [tiles, kTileTokens, key_steps * kStepDims]
   bf16* values_;   // [tiles + 1, kTokenSteps, value_tiles, 16, 16, 2]: the last one is cut_values()'s
-  float* scores_;  // [kTileTokens, columns]
-  bf16* weights_;  // [kBlockRows, kTileTokens]
+  float* scores_;  // [2, kTileTokens, columns], of even and odd blocks
+  bf16* weights_;  // [2, kBlockRows, kTileTokens]
 };
 static_assert(kTokenSteps == 2);
