@@ -302,10 +302,22 @@ def other_ops(options: Options) -> dict[str, Any]:
         }
         for name, count in nbytes.items()
     }
+    rows_of = [c[inputs.block_tables[0].long()].flatten(0, 1)[:prefill_len].transpose(0, 1) for c in caches]
+    key, value = (rows[None].contiguous() for rows in rows_of)
+    sdpa = time_interleaved(
+        {
+            "sdpa": lambda: torch.nn.functional.scaled_dot_product_attention(
+                query.transpose(0, 1)[None], key, value, is_causal=True, enable_gqa=True
+            )
+        },
+        device=device,
+        rounds=3,
+    )["sdpa"]
     half_flops = 2 * prefill_len**2 * query.shape[1] * shape.head_dim  # causal: half of 4 * n^2 * h * d
     found["prefill"] = {
         "us": round(timings["prefill"].median * 1e6, 1),
         "tflop_per_s": round(half_flops / timings["prefill"].median / 1e12, 2),
+        "sdpa_us": _us(sdpa.median),
     }
     return found
 
@@ -334,9 +346,10 @@ def swap(options: Options) -> dict[str, Any]:
 
 
 def graph(options: Options) -> dict[str, Any]:
-    """A captured decode replayed on other lengths gives the bits of a direct call."""
+    """A captured decode replayed on other lengths gives the bits of a direct call, and costs no more."""
     import torch
 
+    from bench.timing import time_interleaved
     from bench.workloads import Shape
 
     shape = Shape(8, 2048, 8, 4, 128)
@@ -357,7 +370,143 @@ def graph(options: Options) -> dict[str, Any]:
         equal = equal and torch.equal(out, expected)
     if not equal:
         raise AssertionError("a replayed graph and a direct call differ")
-    return {"replays_equal": equal}
+    inputs.seq_lens.fill_(shape.seq_len)
+    candidates = {"direct": lambda: inputs.decode(out=out), "replay": captured.replay}
+    timings = time_interleaved(candidates, device="cuda")
+    return {"replays_equal": equal, **{f"{name}_us": _us(t.median) for name, t in timings.items()}}
+
+
+def invariance(options: Options) -> dict[str, Any]:
+    """Each sequence's bits alone and in a batch of others. What that costs: see `batches` and `peers`."""
+    import dataclasses
+
+    import torch
+
+    inputs = _mixed_batch(options)
+    together = inputs.decode()
+    for seq in range(len(inputs.seq_lens)):
+        one = slice(seq, seq + 1)
+        alone = dataclasses.replace(
+            inputs,
+            query=inputs.query[one],
+            block_tables=inputs.block_tables[one],
+            seq_lens=inputs.seq_lens[one],
+        )
+        if not torch.equal(alone.decode(), together[one]):
+            raise AssertionError(f"sequence {seq} has other bits alone than in the batch")
+    return {"sequences_equal": len(inputs.seq_lens)}
+
+
+def _us(seconds: float) -> float:
+    return round(seconds * 1e6, 1)
+
+
+def _mixed_batch(options: Options) -> Any:
+    """One long sequence among many short ones, on tables as wide as the long one needs."""
+    import dataclasses
+
+    import torch
+
+    from bench.workloads import Shape
+
+    heads, dim, short, long, count = (1, 64, 17, 530, 3) if options.quick else (8, 128, 512, 65536, 63)
+    lengths = [short] * count + [long]
+    inputs = Shape(count + 1, -(-sum(lengths) // (count + 1)) + 16, heads, 4, dim).inputs(options.device)
+    blocks = [-(-length // 16) for length in lengths]
+    tables = torch.zeros(count + 1, max(blocks), dtype=torch.int32, device=options.device)
+    ids = inputs.block_tables.flatten()
+    for row, mine in zip(tables, ids.split([*blocks, len(ids) - sum(blocks)]), strict=False):
+        row[: len(mine)] = mine
+    return dataclasses.replace(
+        inputs, block_tables=tables, seq_lens=torch.tensor(lengths, dtype=torch.int32, device=options.device)
+    )
+
+
+def batches(options: Options) -> dict[str, Any]:
+    """As many tokens in batches of any size and mixture: no cliff is what is wanted."""
+    from bench.timing import time_interleaved
+    from bench.workloads import Shape
+
+    bandwidth = _copy_bandwidth(options)
+    total, sizes = (256, (1, 2, 4)) if options.quick else (1 << 18, (1, 2, 4, 8, 16, 32, 64, 128, 256, 512))
+    heads, dim = (1, 64) if options.quick else (8, 128)
+    named: dict[str, Any] = {}
+    for size in sizes:
+        inputs = Shape(size, total // size, heads, 4, dim).inputs(options.device)
+        named[f"{size} x {total // size}"] = inputs
+    named["mixed"] = _mixed_batch(options)
+    timings = time_interleaved(
+        {name: inputs.decode for name, inputs in named.items()},
+        device=options.device,
+        rounds=3 if options.quick else 7,
+    )
+    rows = []
+    for name, inputs in named.items():
+        row_nbytes = 2 * inputs.key_cache[0, 0].numel() * inputs.key_cache.element_size()
+        nbytes = int(inputs.seq_lens.sum()) * row_nbytes
+        seconds = timings[name].median
+        share = round(100 * nbytes / seconds / bandwidth, 1)
+        rows.append({"batch": name, "us": _us(seconds), "percent_of_copy": share})
+    equal = [row["percent_of_copy"] for row in rows[:-1]]
+    return {"worst_over_best": round(min(equal) / max(equal), 3), "rows": rows}
+
+
+def grid(options: Options) -> dict[str, Any]:
+    """Page sizes x groups x dtypes, verified, as percent of the copy's bandwidth."""
+    from bench.timing import time_interleaved
+    from bench.workloads import Shape
+
+    bandwidth = _copy_bandwidth(options)
+    pages, groups = ((1, 16), (1, 12)) if options.quick else ((1, 16, 64, 256), (1, 4, 8, 16))
+    seqs, length, heads, dim = (2, 40, 1, 64) if options.quick else (32, 4096, 8, 128)
+    rows = []
+    for dtype in ("bfloat16", "float16", "float32"):
+        for group in groups:
+            row: dict[str, Any] = {"dtype": dtype, "group": group}
+            for page in pages:
+                shape = Shape(seqs, length, heads, group, dim, block_size=page, dtype=dtype)
+                inputs = shape.inputs(options.device)
+                error = inputs.worst_error(inputs.decode(), num_checked=1)
+                if not error < (1e-4 if dtype == "float32" else 2e-2):
+                    raise AssertionError(f"{shape}: wrong by {error} of the largest output")
+                timing = time_interleaved({"ours": inputs.decode}, device=options.device, rounds=3)["ours"]
+                row[f"page {page}"] = round(100 * shape.kv_nbytes / timing.median / bandwidth, 1)
+            rows.append(row)
+    return {"rows": rows}
+
+
+def peers(options: Options) -> dict[str, Any]:
+    """Ours beside whatever peers are installed, each held to our result before it is timed."""
+    import torch
+
+    from bench.gpu_peers import PEERS
+    from bench.timing import time_interleaved
+    from bench.workloads import Shape
+
+    shapes = [Shape(64, 4096, 8, group, 128) for group in (1, 4, 8, 16)] + [Shape(1, 131072, 8, 4, 128)]
+    rows: list[dict[str, Any]] = []
+    for shape in [Shape(2, 40, 2, 2, 64)] if options.quick else shapes:
+        inputs = shape.inputs(options.device)
+        ours = inputs.decode()
+        candidates: dict[str, Callable[[], Any]] = {"ours": inputs.decode}
+        row: dict[str, Any] = {"shape": str(shape), "ours": ""}
+        for name, prepare in PEERS.items():
+            try:
+                call = prepare(shape, inputs)
+                error = float((call().float() - ours.float()).abs().max() / ours.float().abs().max())
+                if options.device == "cuda":
+                    torch.cuda.synchronize()
+                if not error < 3e-2:
+                    raise ValueError(f"differs by {error:.2g}")
+                candidates[name] = call
+            except ImportError:
+                row[name] = "not installed"
+            except Exception as error:  # a peer's trouble is a finding, not ours
+                row[name] = f"{type(error).__name__}: {error}"[:80].replace("|", "/").replace("\n", " ")
+        timings = time_interleaved(candidates, device=options.device, rounds=3 if options.quick else 7)
+        row |= {name: _us(timing.median) for name, timing in timings.items()}
+        rows.append({name: row[name] for name in ("shape", "ours", *PEERS)})
+    return {"unit": "us", "rows": rows}
 
 
 PARTS = (
@@ -366,8 +515,12 @@ PARTS = (
     Part(tests, 110),
     Part(sanitizer, 90, ("cuda",)),
     Part(graph, 30, ("cuda",)),
+    Part(invariance, 40),
     Part(decode, 90),
+    Part(batches, 50),
     Part(other_ops, 40),
     Part(swap, 30, ("cuda",)),
+    Part(peers, 90),
+    Part(grid, 60),
     Part(twins, 60, ("cuda",)),
 )

@@ -2,11 +2,14 @@
 
 import importlib.util
 import json
+import shutil
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from bench import gpu_parts, gpu_report
+from bench.gpu_peers import NAIVE
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("paged_ops._emulated") is None, reason="needs the emulated build"
@@ -16,8 +19,16 @@ pytestmark = pytest.mark.skipif(
 def test_report_on_the_emulated_backend(tmp_path: Path) -> None:
     assert gpu_report.main(["--backend", "emulated", "--quick", "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "gpu-report.json").read_text())
-    assert list(report) == ["machine", "tests", "decode", "other_ops"]
-    assert all(part["status"] == "ok" for part in report.values())
+    assert list(report) == [
+        "machine", "tests", "invariance", "decode", "batches", "other_ops", "peers", "grid"
+    ]  # fmt: skip
+    assert {name: part for name, part in report.items() if part["status"] != "ok"} == {}
+    assert report["invariance"]["found"]["sequences_equal"] == 4
+    assert 0 < report["batches"]["found"]["worst_over_best"] <= 1
+    assert report["batches"]["found"]["rows"][-1]["batch"] == "mixed"
+    assert len(report["grid"]["found"]["rows"]) == 6
+    (peers,) = report["peers"]["found"]["rows"]
+    assert peers["ours"] > 0 and peers["sdpa"] > 0 and peers["naive"] == peers["flex"] == "not installed"
     for row in report["decode"]["found"]["rows"]:
         assert row["us"] > 0 and row["sdpa_us"] > 0 and row["error"] < 2e-2
     text = (tmp_path / "gpu-report.md").read_text()
@@ -34,6 +45,33 @@ def test_a_part_that_fails_is_told(tmp_path: Path) -> None:
     options = gpu_parts.Options("emulated", quick=True)
     result = gpu_report.supervise("graph", 60, options, tmp_path)  # needs a GPU
     assert result["status"] == "failed" and "CUDA" in result["tail"]
+
+
+def test_a_peer_that_is_wrong_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    from bench import gpu_peers
+    from paged_ops.testing.backends import use_backend
+
+    def wrong(shape: object, inputs: object) -> object:
+        right = gpu_peers.sdpa(shape, inputs)
+        return lambda: right() * 1.1
+
+    def broken(shape: object, inputs: object) -> object:
+        raise RuntimeError("no | such\nkernel")
+
+    monkeypatch.setattr(gpu_peers, "PEERS", {"sdpa": gpu_peers.sdpa, "wrong": wrong, "broken": broken})
+    with use_backend("emulated"):
+        (row,) = gpu_parts.peers(gpu_parts.Options("emulated", quick=True))["rows"]
+    assert row["sdpa"] > 0
+    assert row["wrong"].startswith("ValueError: differs by")
+    assert row["broken"] == "RuntimeError: no / such kernel"
+
+
+@pytest.mark.skipif(shutil.which("nvcc") is None, reason="needs nvcc")
+def test_the_naive_kernel_compiles(tmp_path: Path) -> None:
+    source = tmp_path / "naive.cu"
+    source.write_text(NAIVE)
+    command = ["nvcc", "-arch=sm_80", "-cubin", source, "-o", tmp_path / "naive.cubin"]
+    assert subprocess.run(command, capture_output=True, text=True).stderr == ""
 
 
 def test_no_time_left(tmp_path: Path) -> None:
