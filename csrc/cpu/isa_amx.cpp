@@ -19,6 +19,7 @@ namespace paged_ops::cpu::amx {
 #include "cpu/softmax.inl"
 #include "cpu/attention_walk.inl"
 #include "cpu/amx_tiles.inl"
+#include "cpu/amx_matrices.inl"
 #include "cpu/attention_amx.inl"
 // clang-format on
 

@@ -1,0 +1,81 @@
+"""Flags, counts, odd dtypes and interrupts: what else a caller can get wrong, beside tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from test_bad_input import Call, decode, each_argument, invoke, require_refused, varlen
+
+import paged_ops
+from paged_ops.testing.backends import HostOps
+
+
+@pytest.mark.parametrize("dtype", ["clongdouble", "complex64", "longdouble"])
+@each_argument
+def test_dtypes_of_unusual_size(ops: HostOps, make: Callable[[], Call], name: str, dtype: str) -> None:
+    """A complex number of two long doubles has 256 bits, which wraps to none in a byte."""
+    if ops.target.device != "cpu":
+        pytest.skip("numpy's own dtypes")
+    call = make()
+    call.arguments[name] = call.arguments[name].astype(dtype)
+    with pytest.raises((TypeError, ValueError), match="dtype is "):
+        invoke(ops, call)
+
+
+@pytest.mark.parametrize("flag", ["causal", "check", "return_lse"])
+@pytest.mark.parametrize("value", [None, "x", 1])
+def test_a_flag_is_true_or_false(ops: HostOps, flag: str, value: Any) -> None:
+    """None above all: for `causal` it would quietly mean False."""
+    if flag == "check" and value is None:
+        return  # the default: PAGED_OPS_CHECK decides
+    call = varlen()
+    call.arguments[flag] = value
+    message = require_refused(ops, call, (flag,), TypeError)
+    assert f"is {value!r}, wanted True or False" in message
+
+
+def test_counts_are_named() -> None:
+    good: dict[str, Any] = {
+        "num_seqs": 2, "max_blocks_per_seq": 4, "block_size": 16, "num_q_heads": 2, "num_kv_heads": 1,
+        "head_dim": 64, "value_head_dim": 64, "num_tokens": 2,
+    }  # fmt: skip
+    for name in good:
+        for value in (1.5, "2", True, 2**70):
+            with pytest.raises((TypeError, ValueError), match=f"^{name}: is "):
+                paged_ops.workspace_size(**{**good, name: value}, dtype="float32")
+    support = {name: good[name] for name in ("num_q_heads", "num_kv_heads", "head_dim", "block_size")}
+    for name in support:
+        assert paged_ops.supports(dtype="float32", **{**support, name: 1.5}).reason.startswith(
+            f"{name}: is 1.5"
+        )
+    with pytest.raises(ValueError, match="max_blocks_per_seq: is .* 2\\^63"):
+        huge = dict.fromkeys(("num_seqs", "num_tokens", "max_blocks_per_seq", "num_q_heads"), 2**20)
+        paged_ops.workspace_size(**{**good, **huge, "block_size": 2**30}, dtype="float32")
+    for value in (1.5, "2", None, True):
+        with pytest.raises(TypeError, match="num_threads: is "):
+            paged_ops.set_num_threads(value)
+
+
+def test_a_wrong_length_is_found_before_memory_is_asked_for(ops: HostOps) -> None:
+    """Rows for 2^31 tokens would be 256 GiB: the message is about the length, not about memory."""
+    cache = np.zeros((2, 4, 8, 64), np.float32)
+    tables = np.zeros((2, 3), np.int32)
+    with pytest.raises(ValueError, match=r"seq_lens\[0\] = 2147483647: wanted 0 <= length <= 12"):
+        ops.gather_kv_cache(cache, cache.copy(), tables, np.array([2**31 - 1, 0], np.int32), check=True)
+
+
+def test_an_interrupt_inside_an_exporter_stays_one(ops: HostOps) -> None:
+    class Interrupted:
+        def __dlpack_device__(self) -> tuple[int, int]:
+            return 1, 0
+
+        def __dlpack__(self, **options: Any) -> Any:
+            raise KeyboardInterrupt
+
+    call = decode()
+    call.arguments["query"] = Interrupted()
+    with pytest.raises(KeyboardInterrupt):
+        invoke(ops, call)
