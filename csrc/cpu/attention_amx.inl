@@ -87,12 +87,7 @@ class AmxProducts {
       pass(0);
       for (int block = 0; block < num_blocks_; block++) {
         pass(block + 1);
-        auto* packed = reinterpret_cast<uint32_t*>(query_of(head, block));
-        if (columns_for(block_rows(block)) == kBlockRows) {
-          pack_block(rows[block % 2], block_rows(block), packed);
-        } else {
-          pack_few(rows[block % 2], block_rows(block), packed);
-        }
+        pack_block(rows[block % 2], block_rows(block), reinterpret_cast<uint32_t*>(query_of(head, block)));
       }
     }
   }
@@ -195,27 +190,19 @@ class AmxProducts {
   }
 
   void pack_block(const bf16* const* rows, int num_rows, uint32_t* packed) const {
-    const int dim = p_.kv.key_head_dim;
-    for (int i = 0; i < dim; i += kStepDims, packed += kTileElements / 2) {
+    const int dim = p_.kv.key_head_dim, columns = columns_for(num_rows);
+    const __mmask16 kept = __mmask16((1u << columns) - 1);
+    for (int i = 0; i < dim; i += kStepDims) {
       __m512i x[kBlockRows];
-      for (int r = 0; r < kBlockRows; r++) {
-        if (r >= num_rows) {
-          x[r] = _mm512_setzero_si512();
-        } else {
-          x[r] = dim - i < kStepDims ? load32(rows[r] + i, dim - i) : load32(rows[r] + i);
-        }
-      }
-      transpose(x);
-      for (int k = 0; k < kBlockRows; k++) _mm512_store_si512(packed + k * kBlockRows, x[k]);
+      for (int r = 0; r < kBlockRows; r++)
+        x[r] = r >= num_rows         ? _mm512_setzero_si512()
+               : dim - i < kStepDims ? load32(rows[r] + i, dim - i)
+                                     : load32(rows[r] + i);
+      if (columns > 1) transpose(x);  // one row is a column already
+      const int num_stores = columns > 1 ? kBlockRows : 1, width = columns > 1 ? columns : kBlockRows;
+      for (int k = 0; k < num_stores; k++, packed += width)
+        _mm512_mask_storeu_epi32(packed, columns > 1 ? kept : 0xffff, x[k]);
     }
-  }
-
-  void pack_few(const bf16* const* rows, int num_rows, uint32_t* packed) const {
-    const int columns = columns_for(num_rows);
-    memset(packed, 0, size_t(key_steps_) * 16 * columns * sizeof(uint32_t));
-    for (int column = 0; column < num_rows; column++)
-      for (int k = 0; k < p_.kv.key_head_dim / 2; k++)
-        memcpy(packed + k * columns + column, rows[column] + 2 * k, sizeof(uint32_t));
   }
 
   float* scores_of(const Block& b) const { return scores_ + b.index % 2 * kTileTokens * kBlockRows; }
