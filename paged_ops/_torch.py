@@ -20,35 +20,10 @@ def _check(check: bool | None) -> bool:
     return _backend.check_by_default if check is None else check
 
 
-def _attention(
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    block_tables: Any,
-    seq_lens: Any,
-    cu_seqlens_q: Any,
-    scale: float | None,
-    causal: bool,
-    out: Any,
-    lse: Any,
-    workspace: Any,
-    check: bool | None,
-) -> None:
-    _backend.module.attention(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        cu_seqlens_q,
-        scale,
-        causal,
-        out,
-        lse,
-        False,
-        workspace,
-        _check(check),
-    )
+def _attention(*arguments: Any) -> None:
+    """Of the schema's arguments, in the native module's order, which has `return_lse` before the last two."""
+    *tensors_and_options, workspace, check = arguments
+    _backend.module.attention(*tensors_and_options, False, workspace, _check(check))
 
 
 def _merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any) -> None:
@@ -196,70 +171,27 @@ class _TracedOps:
     """What ``ops.py`` calls while torch traces: the public ops' options, down to the registered ops."""
 
     @staticmethod
-    def decode(
-        query: Any,
-        key_cache: Any,
-        value_cache: Any,
-        block_tables: Any,
-        seq_lens: Any,
-        scale: float | None,
-        out: Any,
-        lse: Any,
-        return_lse: bool,
-        workspace: Any,
-        check: bool | None,
-    ) -> Any:
-        return _TracedOps.varlen(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            seq_lens,
-            None,
-            True,
-            scale,
-            out,
-            lse,
-            return_lse,
-            workspace,
-            check,
-        )
-
-    @staticmethod
-    def varlen(
+    def attention(
         query: Any,
         key_cache: Any,
         value_cache: Any,
         block_tables: Any,
         seq_lens: Any,
         cu_seqlens_q: Any,
-        causal: bool,
         scale: float | None,
+        causal: bool,
         out: Any,
         lse: Any,
         return_lse: bool,
         workspace: Any,
         check: bool | None,
     ) -> Any:
-        num_tokens, num_q_heads = query.shape[0], query.shape[1]
+        tensors = query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q
         if out is None:
-            out = query.new_empty((num_tokens, num_q_heads, value_cache.shape[3]))
+            out = query.new_empty((*query.shape[:2], value_cache.shape[3]))
         if lse is None and return_lse:
-            lse = query.new_empty((num_tokens, num_q_heads), dtype=torch.float32)
-        torch.ops.paged_ops.attention(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            seq_lens,
-            cu_seqlens_q,
-            scale,
-            causal,
-            out,
-            lse,
-            workspace,
-            check,
-        )
+            lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        torch.ops.paged_ops.attention(*tensors, scale, causal, out, lse, workspace, check)
         return (out, lse) if return_lse else out
 
     @staticmethod

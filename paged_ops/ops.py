@@ -92,19 +92,10 @@ def paged_attention_decode(
         ``out``, or ``(out, lse)`` with ``return_lse``.
     """
     if _compiling():
-        return _torch_ops.decode(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            seq_lens,
-            scale,
-            out,
-            lse,
-            return_lse,
-            workspace,
-            check,
-        )
+        return _torch_ops.attention(
+            query, key_cache, value_cache, block_tables, seq_lens, None,
+            scale, True, out, lse, return_lse, workspace, check,
+        )  # fmt: skip
     if check is None:
         check = _backend.check_by_default
     elif check is not True and check is not False:
@@ -112,20 +103,9 @@ def paged_attention_decode(
     if return_lse is not True and return_lse is not False:
         return_lse = _flag("return_lse", return_lse)
     return _backend.module.attention(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        None,
-        scale,
-        True,
-        out,
-        lse,
-        return_lse,
-        workspace,
-        check,
-    )
+        query, key_cache, value_cache, block_tables, seq_lens, None,
+        scale, True, out, lse, return_lse, workspace, check,
+    )  # fmt: skip
 
 
 def paged_attention(
@@ -166,21 +146,10 @@ def paged_attention(
     if cu_seqlens_q is None:
         raise TypeError("cu_seqlens_q: is None, wanted an int32 tensor [num_seqs + 1]")
     if _compiling():
-        return _torch_ops.varlen(
-            query,
-            key_cache,
-            value_cache,
-            block_tables,
-            seq_lens,
-            cu_seqlens_q,
-            causal,
-            scale,
-            out,
-            lse,
-            return_lse,
-            workspace,
-            check,
-        )
+        return _torch_ops.attention(
+            query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q,
+            scale, causal, out, lse, return_lse, workspace, check,
+        )  # fmt: skip
     if check is None:
         check = _backend.check_by_default
     elif check is not True and check is not False:
@@ -190,20 +159,9 @@ def paged_attention(
     if return_lse is not True and return_lse is not False:
         return_lse = _flag("return_lse", return_lse)
     return _backend.module.attention(
-        query,
-        key_cache,
-        value_cache,
-        block_tables,
-        seq_lens,
-        cu_seqlens_q,
-        scale,
-        causal,
-        out,
-        lse,
-        return_lse,
-        workspace,
-        check,
-    )
+        query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q,
+        scale, causal, out, lse, return_lse, workspace, check,
+    )  # fmt: skip
 
 
 def merge_attention_states(
