@@ -1,4 +1,5 @@
 // Copying whole blocks: inside caches (copy-on-write) and between two pools in host memory (swap).
+#include <algorithm>
 #include <cstring>
 
 #include "core/check.h"
@@ -14,25 +15,45 @@ int64_t block_nbytes(const BlockShape& block) {
   return block.run_nbytes * block.num_runs[0] * block.num_runs[1];
 }
 
-void copy_block(char* to, const BlockShape& to_shape, const char* from, const BlockShape& from_shape) {
-  for (int64_t i = 0; i < from_shape.num_runs[0]; i++)
-    for (int64_t j = 0; j < from_shape.num_runs[1]; j++)
-      std::memcpy(to + i * to_shape.run_stride[0] + j * to_shape.run_stride[1],
-                  from + i * from_shape.run_stride[0] + j * from_shape.run_stride[1],
-                  size_t(from_shape.run_nbytes));
+// A large block, such as one of all layers, is shared out in pieces.
+constexpr int64_t kPieceBytes = 128 << 10;
+
+// Bytes [begin, end) of a block, counted through its runs.
+void copy_piece(char* to, const BlockShape& to_shape, const char* from, const BlockShape& from_shape,
+                int64_t begin, int64_t end) {
+  const int64_t run_nbytes = from_shape.run_nbytes;
+  while (begin < end) {
+    const int64_t run = begin / run_nbytes, in_run = begin % run_nbytes;
+    const int64_t i = run / from_shape.num_runs[1], j = run % from_shape.num_runs[1];
+    const int64_t nbytes = std::min(run_nbytes - in_run, end - begin);
+    std::memcpy(to + i * to_shape.run_stride[0] + j * to_shape.run_stride[1] + in_run,
+                from + i * from_shape.run_stride[0] + j * from_shape.run_stride[1] + in_run, size_t(nbytes));
+    begin += nbytes;
+  }
+}
+
+// Calls copy(block, begin, end) for all pieces of `num_blocks` blocks of `nbytes` bytes.
+template <class F>
+void for_each_piece(int64_t num_blocks, int64_t nbytes, F&& copy) {
+  const int64_t pieces = (nbytes + kPieceBytes - 1) / kPieceBytes;
+  parallel_for(num_blocks * pieces, threads_for(2 * num_blocks * nbytes), [&](int64_t task) {
+    const int64_t begin = task % pieces * kPieceBytes;
+    copy(task / pieces, begin, std::min(begin + kPieceBytes, nbytes));
+  });
 }
 
 }  // namespace
 
 void block_copy(const BlockCopyParams& p, const Context&) {
   check_block_pairs(p.block_pairs, p.num_pairs, p.num_blocks, p.num_blocks, true);
-  const int64_t num_tasks = p.num_caches * p.num_pairs;
-  parallel_for(num_tasks, threads_for(2 * num_tasks * block_nbytes(p.block)), [&](int64_t task) {
-    char* cache = static_cast<char*>(p.caches[task / p.num_pairs]);
-    const int64_t* pair = p.block_pairs + 2 * (task % p.num_pairs);
-    if (pair[0] == pair[1]) return;
-    copy_block(cache + pair[1] * p.block_stride, p.block, cache + pair[0] * p.block_stride, p.block);
-  });
+  for_each_piece(p.num_caches * p.num_pairs, block_nbytes(p.block),
+                 [&](int64_t block, int64_t begin, int64_t end) {
+                   char* cache = static_cast<char*>(p.caches[block / p.num_pairs]);
+                   const int64_t* pair = p.block_pairs + 2 * (block % p.num_pairs);
+                   if (pair[0] == pair[1]) return;
+                   copy_piece(cache + pair[1] * p.block_stride, p.block, cache + pair[0] * p.block_stride,
+                              p.block, begin, end);
+                 });
 }
 
 void block_swap(const BlockSwapParams& p, const Context&) {
@@ -40,10 +61,11 @@ void block_swap(const BlockSwapParams& p, const Context&) {
                     p.source_on_device ? "source" : "destination",
                     ": is on a device; the cpu backend copies between pools in host memory");
   check_block_pairs(p.block_pairs, p.num_pairs, p.source_num_blocks, p.destination_num_blocks, false);
-  parallel_for(p.num_pairs, threads_for(2 * p.num_pairs * block_nbytes(p.source_block)), [&](int64_t i) {
+  for_each_piece(p.num_pairs, block_nbytes(p.source_block), [&](int64_t i, int64_t begin, int64_t end) {
     const int64_t* pair = p.block_pairs + 2 * i;
-    copy_block(static_cast<char*>(p.destination) + pair[1] * p.destination_block_stride, p.destination_block,
-               static_cast<const char*>(p.source) + pair[0] * p.source_block_stride, p.source_block);
+    copy_piece(static_cast<char*>(p.destination) + pair[1] * p.destination_block_stride, p.destination_block,
+               static_cast<const char*>(p.source) + pair[0] * p.source_block_stride, p.source_block, begin,
+               end);
   });
 }
 

@@ -87,6 +87,27 @@ def test_swap_between_any_two_layouts(ops: HostOps, source: str, destination: st
     check_swap(ops, Case((9, 30), dtype="float16", layout=source, block_size=4, num_kv_heads=2), destination)
 
 
+@pytest.mark.parametrize("view", ["dense", "runs", "runs of runs"])
+def test_large_blocks(ops: HostOps, view: str) -> None:
+    """Blocks that are shared out in pieces, at borders that are none of theirs, dense and scattered."""
+    rng = np.random.default_rng(7)
+    whole = {"dense": (4, 3, 5, 26_001), "runs": (4, 7, 52_003), "runs of runs": (4, 5, 3, 30_001)}[view]
+    pools = [rng.integers(0, 256, whole, np.uint8) for _ in range(2)]
+    cut = {
+        "dense": lambda x: x,
+        "runs": lambda x: x[:, :, 1:-1],
+        "runs of runs": lambda x: x[:, ::2, :2, 5:-7],
+    }[view]
+    source, destination = map(cut, pools)
+    wanted = [pool.copy() for pool in pools]
+    cut(wanted[0])[2], cut(wanted[0])[1] = source[0], source[3]
+    ops.copy_blocks([source], np.array([[0, 2], [3, 1]]))
+    require_same_memory("source", wanted[0], pools[0])
+    cut(wanted[1])[0] = source[2]
+    ops.swap_blocks(source, destination, np.array([[2, 0]]))
+    require_same_memory("destination", wanted[1], pools[1])
+
+
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize(("source", "destination"), [("cpu", "cuda"), ("cuda", "cpu")])
 def test_swap_between_host_and_device(target: Target, source: str, destination: str, pinned: bool) -> None:
