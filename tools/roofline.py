@@ -52,7 +52,7 @@ class Latency:
     end: int = 1800  # folding the warps' states of a chunk
     empty: int = 800  # a CTA that finds nothing to do
     merge: int = 2000  # folding the chunks of a row ...
-    merge_chunk: int = 38  # ... and for each of them: 300 from L2, 8 at a time
+    merge_chunk: int = 19  # ... and for each of them: 300 from L2, 16 at a time
     memory: int = 2100  # from asking for bytes to having them, under load: 1.1 us
 
 

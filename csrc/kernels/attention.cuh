@@ -135,7 +135,7 @@ __device__ __forceinline__ RowState<kHeadDim> fold_chunks(const AttentionArgs& a
     if (lane == 0) before = sum.m;
     const FoldFactors mine = fold_factors(before, state.x, maximum);
     const int count = min(kWarpSize, num_chunks - first);
-#pragma unroll 8  // loads in flight: what is folded has come from other multiprocessors, through L2
+#pragma unroll 16  // loads in flight: what is folded has come from other multiprocessors, through L2
     for (int c = 0; c < count; c++) {
       const FoldFactors by{__shfl_sync(kAllLanes, mine.kept, c), __shfl_sync(kAllLanes, mine.added, c)};
       sum.l = fold(sum.l, __shfl_sync(kAllLanes, state.y, c), by);

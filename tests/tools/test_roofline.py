@@ -64,7 +64,7 @@ def test_a_mixed_batch_comes_near_the_roofline(chip: object) -> None:
     kernel = NARROW if chip is not A100 else replace(NARROW, ctas=2)
     share = roofline.predict(MIXED, kernel, chip, *roofline.launch(MIXED, kernel, chip)).of_bandwidth
     grid = roofline.static_grid(MIXED.places(8), MIXED.max_chunks)
-    assert 0.93 < share < 1
+    assert 0.945 < share < 1
     assert roofline.predict(MIXED, kernel, chip, grid, 2).of_bandwidth < share - 0.03
 
 
