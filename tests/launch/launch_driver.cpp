@@ -5,6 +5,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <functional>
 #include <map>
 #include <random>
 #include <string>
@@ -14,6 +15,7 @@
 #include "launch/attention_launch.h"
 #include "launch/block_swap_config.h"
 #include "launch/packet_width.h"
+#include "params/backend.h"
 #include "simt/emulator/config.h"
 
 using namespace paged_ops;
@@ -323,6 +325,43 @@ struct Problem {
   }
 };
 
+// How many kernels an op launches. No kernel runs.
+int launches_of(const std::function<void(const Context&)>& op) {
+  static int launches;
+  launches = 0;
+  simt::config().observer = [](const simt::Launch&) {
+    launches++;
+    return false;
+  };
+  op({.device = 0, .stream = nullptr, .check = false});
+  simt::config().observer = nullptr;
+  return launches;
+}
+
+void launches() {
+  const Backend& backend = launch::backend();
+  Problem decode(DType::bf16, 64, 64, 4, 2, {1100, 17}, {});
+  std::vector<unsigned char> workspace(launch::plan_attention(decode.p).workspace_nbytes);
+  decode.p.workspace = workspace.data();
+  decode.p.workspace_nbytes = workspace.size();
+  CHECK(launches_of([&](const Context& c) { backend.attention(decode.p, c); }) == 2, "work list, attention");
+  decode.p.tables.max_blocks_per_seq = 1;
+  CHECK(launches_of([&](const Context& c) { backend.attention(decode.p, c); }) == 1, "a chunk each: no list");
+
+  CacheWriteParams write{};
+  std::vector<int64_t> slots(64, 0);
+  write.key = write.value = decode.query.data();
+  write.slot_mapping = slots.data();
+  write.num_tokens = 64;
+  write.dtype = DType::bf16;
+  write.kv = decode.p.kv;
+  CHECK(launches_of([&](const Context& c) { backend.cache_write(write, c); }) == 1, "K and V together");
+
+  std::vector<void*> caches(64, decode.key.data());
+  const BlockCopyParams copy{caches.data(), 64, {1024, {1, 1}, {0, 0}}, 1024, 100, slots.data(), 32};
+  CHECK(launches_of([&](const Context& c) { backend.block_copy(copy, c); }) == 1, "all layers, all pairs");
+}
+
 // `what`: "decode", "prefill", or "long": decode of more chunks than a warp folds at once.
 void plans(DType dtype, int head_dim, int value_head_dim, int group, const std::string& what) {
   Problem problem =
@@ -403,6 +442,7 @@ int main(int argc, char** argv) {
                                                     {"parallel", parallel},
                                                     {"parallel_grid", parallel_grid},
                                                     {"work_list", work_list},
+                                                    {"launches", launches},
                                                     {"packet_width", packet_width},
                                                     {"head_threads", head_threads},
                                                     {"swap_pieces", swap_pieces}};

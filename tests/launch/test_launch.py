@@ -17,6 +17,7 @@ FUNCTIONS = [
     "parallel",
     "parallel_grid",
     "work_list",
+    "launches",
     "packet_width",
     "head_threads",
     "swap_pieces",
@@ -53,7 +54,7 @@ def test_pure_function(driver: Path, function: str) -> None:
 def test_no_plan_changes_a_bit(
     driver: Path, dtype: str, shape: tuple[int, int, int], query_tokens: str
 ) -> None:
-    """Chunks shared by the CTAs of chips small and large, or walked by one; narrow and wide tiles; copies by piece or element."""
+    """Chunks shared on chips small and large, or walked by one CTA; tiles narrow and wide; both copies."""
     check(driver, "plans", dtype, *shape, query_tokens)
 
 

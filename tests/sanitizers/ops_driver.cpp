@@ -9,6 +9,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <exception>
 #include <functional>
 #include <map>
 #include <memory>
@@ -332,7 +333,12 @@ int main(int argc, char** argv) {
   config.landing = simt::CopyLanding(std::atoi(argv[3]));
   config.workers = std::atoi(argv[4]);
   config.multiprocessors = 8;  // what their CTAs have as threads must be few
-  kOps.at(argv[1])();
+  try {
+    kOps.at(argv[1])();
+  } catch (const std::exception& error) {  // a fault may follow a race: the race is to be told too
+    std::fprintf(stderr, "%s\n", error.what());
+    return 1;
+  }
   std::printf("checksum %016llx\n", (unsigned long long)checksum);
   return 0;
 }

@@ -84,6 +84,10 @@ void devices() {
   EXPECT_STATUS(cudaDeviceGetAttribute(&value, cudaDeviceAttr(12345), 0), cudaErrorInvalidValue);
   EXPECT_STATUS(cudaDeviceSynchronize(), cudaSuccess);
   cudaGetLastError();
+  const simt::Residency by_shared = simt::residency(add_kernel, 128, 64 * 1024);
+  EXPECT(by_shared.multiprocessors == simt::config().multiprocessors);
+  EXPECT(by_shared.ctas_per_multiprocessor == 3);
+  EXPECT(simt::residency(add_kernel, 512, 0).ctas_per_multiprocessor == 4);
 }
 
 void streams() {
