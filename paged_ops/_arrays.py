@@ -31,7 +31,14 @@ def dtype_name(dtype: Any) -> str:
     if isinstance(dtype, str):
         return dtype.removeprefix("torch.")
     text = str(dtype)
-    return text.removeprefix("torch.") if text.startswith("torch.") else np.dtype(dtype).name
+    if text.startswith("torch."):
+        return text.removeprefix("torch.")
+    if dtype is None:  # which to NumPy means float64
+        return "None"
+    try:
+        return np.dtype(dtype).name
+    except TypeError:
+        raise TypeError(f"dtype: is {dtype!r}, wanted one of float32, float16, bfloat16") from None
 
 
 def empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
@@ -66,7 +73,7 @@ def count_writes(*tensors: Any) -> None:
 def dlpack_capsule(array: Any) -> Any:
     """The array's DLPack capsule, without a synchronisation and without a copy."""
     # -1 asks a CUDA producer not to synchronise: work is issued on its own current stream.
-    options: dict[str, Any] = {"stream": -1} if array.__dlpack_device__()[0] == 2 else {}
+    options: dict[str, Any] = {"stream": -1} if array.__dlpack_device__()[0] in (2, 13) else {}
     try:
         return array.__dlpack__(max_version=(1, 1), **options)
     except TypeError:  # a producer from before DLPack 1.0

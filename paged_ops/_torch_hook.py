@@ -30,18 +30,26 @@ def _register() -> None:
 class _TorchFinder(importlib.abc.MetaPathFinder):
     """Lets the usual finders find torch, and has its loader call us when the module has run."""
 
+    _asking_others = False
+
     def find_spec(
         self, name: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        if name != "torch":
+        if name != "torch" or self._asking_others:
             return None
-        sys.meta_path.remove(self)
-        spec = importlib.util.find_spec("torch")
+        # Not the last time, perhaps: whoever only asks where torch is throws the answer away.
+        self._asking_others = True
+        try:
+            spec = importlib.util.find_spec("torch")
+        finally:
+            self._asking_others = False
         if spec is not None and spec.loader is not None:
             run_module = spec.loader.exec_module
 
             def run_then_register(module: ModuleType) -> None:
                 run_module(module)
+                if self in sys.meta_path:
+                    sys.meta_path.remove(self)
                 _register()
 
             spec.loader.exec_module = run_then_register  # type: ignore[method-assign]

@@ -275,8 +275,8 @@ def gather_kv_cache(
         ``(key, value, cu_seqlens)``, ``cu_seqlens`` int32 ``[num_seqs + 1]``. Token ``t`` of sequence ``s``
         is row ``cu_seqlens[s] + t``; rows from ``cu_seqlens[-1]`` on are 0.
     """
-    if out is not None and len(out) != 2:
-        raise ValueError(f"out: has {len(out)} elements, wanted (key, value)")
+    if out is not None and not (isinstance(out, (tuple, list)) and len(out) == 2):
+        raise ValueError(f"out: is {type(out).__name__}, wanted a pair (key, value)")
     key, value = out if out is not None else (None, None)
     if _compiling():
         return _torch_ops.gather(

@@ -16,4 +16,6 @@ def set_num_threads(num_threads: int) -> None:
     """Set the number of threads of the CPU ops; ``PAGED_OPS_NUM_THREADS`` sets the first value."""
     if not isinstance(num_threads, Integral) or isinstance(num_threads, bool):
         raise TypeError(f"num_threads: is {num_threads!r}, wanted an integer")
+    if not 1 <= num_threads <= 4096:
+        raise ValueError(f"num_threads: is {num_threads}, wanted a number from 1 to 4096")
     _native.set_num_threads(int(num_threads))

@@ -7,13 +7,14 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 from typing import Any
 
 import paged_ops
 from reference_engine.accounting import Accounting, usage
 from reference_engine.models.loader import LoadedModel
 from reference_engine.request import FinishReason, Request, RequestRefused
-from reference_engine.runner import Runner
+from reference_engine.runner import Runner, SequenceFailed
 from reference_engine.sampling_params import SamplingParams
 from reference_engine.scheduler import Scheduler, SchedulerConfig, Update
 from reference_engine.stop_strings import StopStrings
@@ -145,6 +146,8 @@ class Engine:
             prompt = self.tokenizer.encode(prompt)
         vocab_size = self.model.config.vocab_size
         for token in prompt:
+            if not isinstance(token, Integral) or isinstance(token, bool):
+                raise RequestRefused(f"prompt: {token!r} is not a token id")
             if not 0 <= token < vocab_size:
                 raise RequestRefused(f"prompt: token id {token} is not in 0..{vocab_size - 1}")
         now = time.monotonic()
@@ -185,16 +188,20 @@ class Engine:
         plan = self.scheduler.plan()
         try:
             sampled = self.runner.run(plan)
+            self.accounting.observe(usage(self.scheduler))
+            tokens = [[token for token, _ in draws] for draws in sampled]
+            logprobs = {
+                (span.sequence.request.id, index): logprob
+                for span, draws in zip(plan.spans, sampled, strict=True)
+                for index, (_, logprob) in zip(span.samples, draws, strict=True)
+            }
+        except SequenceFailed as failure:
+            self.scheduler.cancel(plan)
+            self.scheduler.fail(failure.sequence, str(failure))
+            return []
         except BaseException:
             self.scheduler.cancel(plan)
             raise
-        self.accounting.observe(usage(self.scheduler))
-        tokens = [[token for token, _ in draws] for draws in sampled]
-        logprobs = {
-            (span.sequence.request.id, index): logprob
-            for span, draws in zip(plan.spans, sampled, strict=True)
-            for index, (_, logprob) in zip(span.samples, draws, strict=True)
-        }
         return [self._take(update, logprobs) for update in self.scheduler.commit(plan, tokens)]
 
     def stream(self) -> Iterator[Piece]:

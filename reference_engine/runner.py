@@ -13,9 +13,18 @@ import paged_ops
 from paged_ops import KVPool
 from reference_engine import sampler
 from reference_engine.models.decoder import Attend, Decoder
+from reference_engine.request import Sequence
 from reference_engine.step_plan import StepArrays, StepPlan
 
 Sampled = list[list[tuple[int, float]]]  # for each span, for each of its samples: token, logprob
+
+
+class SequenceFailed(RuntimeError):
+    """One sequence of a step cannot go on; the others can."""
+
+    def __init__(self, sequence: Sequence, message: str) -> None:
+        super().__init__(message)
+        self.sequence = sequence
 
 
 class Runner:
@@ -65,7 +74,10 @@ class Runner:
             logits = logits[[row for row, _, _ in draws]]
         params = [span.sequence.request.params for _, span, _ in draws]
         keys = [(p.seed or 0, sample, span.stop) for p, (_, span, sample) in zip(params, draws, strict=True)]
-        tokens, logprobs = sampler.sample(logits, params, keys)
+        try:
+            tokens, logprobs = sampler.sample(logits, params, keys)
+        except sampler.UnusableLogits as error:
+            raise SequenceFailed(draws[error.row][1].sequence, "the model's logits are not finite") from error
         drawn = iter(zip(tokens, logprobs, strict=True))
         return [[next(drawn) for _ in span.samples] for span in plan.spans]
 

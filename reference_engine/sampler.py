@@ -37,6 +37,14 @@ class SampleKey(NamedTuple):
     position: int
 
 
+class UnusableLogits(ValueError):
+    """A row from which no token can be drawn."""
+
+    def __init__(self, row: int, message: str) -> None:
+        super().__init__(message)
+        self.row = row
+
+
 def sample(
     logits: Any, params: Sequence[SamplingParams], keys: Sequence[tuple[int, int, int]]
 ) -> tuple[list[int], list[float]]:
@@ -64,7 +72,9 @@ def sample(
     tokens, logprobs = [], []
     for index, (row, param, key, top) in enumerate(zip(rows, params, keys, best, strict=True)):
         if not math.isfinite(row[top]):
-            raise ValueError(f"logits row {index} must have a finite maximum, got {row[top]} at token {top}")
+            raise UnusableLogits(
+                index, f"logits row {index} must have a finite maximum, got {row[top]} at token {top}"
+            )
         token = int(top) if param.greedy else _draw(row, param, uniform(*key))
         tokens.append(token)
         logprobs.append(_logprob(row, token) if param.logprobs else math.nan)

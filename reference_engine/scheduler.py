@@ -150,7 +150,7 @@ class Scheduler:
             if sequence in preempted:
                 continue
             if self._blocks_for(len(sequence.tokens)) > self.config.num_blocks:
-                self._outgrew_the_pool(sequence)
+                self.fail(sequence, self._needs(len(sequence.tokens)))
                 continue
             victims = self._admit(sequence, spans) if is_new else self._grow(sequence, budget, copies)
             if victims is not None:
@@ -286,8 +286,9 @@ class Scheduler:
         sequence.num_computed = sequence.num_published = 0
         sequence.published = None
 
-    def _outgrew_the_pool(self, sequence: Sequence) -> None:
-        self.finish(sequence, FinishReason.ERROR, self._needs(len(sequence.tokens)))
+    def fail(self, sequence: Sequence, error: str) -> None:
+        """End one sequence that cannot go on, and nobody else; the next commit tells."""
+        self.finish(sequence, FinishReason.ERROR, error)
         self._ended_early.append(sequence)
 
     # ---- commit

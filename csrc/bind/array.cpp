@@ -396,7 +396,7 @@ void count_writes(std::initializer_list<const Array*> arrays) {
 
 void* current_stream(const Array& array) {
   const dlpack::Device device = array.device();
-  if (device.device_type != dlpack::kCUDA) return nullptr;
+  if (!dlpack::on_cuda(device)) return nullptr;
   void* stream = nullptr;
   if (const KnownType* known = known_type(Py_TYPE(array.object().ptr()));
       known && known->api->current_work_stream) {

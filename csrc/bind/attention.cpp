@@ -146,7 +146,7 @@ size_t attention_workspace_nbytes(const std::string& device, int64_t num_tokens,
   AttentionParams p{};
   p.dtype = dtype_from_name(dtype);
   const std::string why =
-      refusal({p.dtype, p.dtype, num_q_heads, num_kv_heads, head_dim, value_head_dim, block_size});
+      refusal({p.dtype, p.dtype, num_q_heads, num_kv_heads, head_dim, value_head_dim, block_size}).why;
   PAGED_OPS_REQUIRE(why.empty(), why);
   for (const auto& [what, value] : {std::pair{"num_seqs", num_seqs},
                                     {"num_tokens", num_tokens},

@@ -1,6 +1,7 @@
 // Bindings of block copies: inside caches, and between pools.
 #include <algorithm>
 #include <array>
+#include <deque>
 #include <memory>
 #include <vector>
 
@@ -62,19 +63,29 @@ const int64_t* pairs_of(const Array& block_pairs) {
   return static_cast<const int64_t*>(block_pairs.data());
 }
 
-bool on_device(const Array& array) {
-  const auto type = array.device().device_type;
-  return type == dlpack::kCUDA || type == dlpack::kCUDAManaged;
+bool on_device(const Array& array) { return dlpack::on_cuda(array.device()); }
+
+// No block of one cache lies in another. They have one shape and one set of strides, so that neighbours in
+// memory are the first to meet; the same cache twice does the same twice.
+void require_distinct(const std::vector<std::unique_ptr<Array>>& caches) {
+  std::vector<const Array*> sorted;
+  for (const auto& cache : caches) sorted.push_back(cache.get());
+  std::sort(sorted.begin(), sorted.end(),
+            [](const Array* a, const Array* b) { return a->begin() < b->begin(); });
+  for (size_t i = 1; i < sorted.size(); i++)
+    if (sorted[i]->data() != sorted[i - 1]->data()) sorted[i]->require_no_overlap(*sorted[i - 1]);
 }
 
 }  // namespace
 
 void copy_blocks(const py::sequence& caches_in, py::handle block_pairs_in, bool check) {
   PAGED_OPS_REQUIRE(caches_in.size() > 0, "caches: is empty, wanted at least one tensor");
+  std::deque<std::string> names;
   std::vector<std::unique_ptr<Array>> caches;
   std::vector<void*> addresses;
   for (const py::handle cache : caches_in) {
-    caches.push_back(std::make_unique<Array>(cache, "caches", Array::Use::output));
+    names.push_back(caches_in.size() == 1 ? "caches" : concat("caches[", names.size(), "]"));
+    caches.push_back(std::make_unique<Array>(cache, names.back().c_str(), Array::Use::output));
     addresses.push_back(caches.back()->data());
   }
   const Array& first = *caches.front();
@@ -98,6 +109,7 @@ void copy_blocks(const py::sequence& caches_in, py::handle block_pairs_in, bool 
   const int64_t* pairs = pairs_of(block_pairs);
   block_pairs.require_same_device(first);
   for (const auto& cache : caches) cache->require_no_overlap(block_pairs);
+  require_distinct(caches);
   const BlockCopyParams p{.caches = addresses.data(),
                           .num_caches = narrow(int64_t(addresses.size()), "the number of caches"),
                           .block = block_shapes<1>({&first})[0],

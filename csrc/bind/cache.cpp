@@ -77,7 +77,7 @@ py::tuple gather_kv_cache(py::handle key_cache_in, py::handle value_cache_in, py
   seq_lens.require_same_device(key_cache);
 
   // On the CPU the lengths are at hand; on a GPU, reading them would stop the stream.
-  const bool on_host = key_cache.device().device_type == dlpack::kCPU;
+  const bool on_host = !dlpack::on_cuda(key_cache.device());
   const int64_t bound = int64_t(p.tables.num_seqs) * p.tables.max_blocks_per_seq * p.kv.block_size;
   const int64_t capacity = int64_t(p.tables.max_blocks_per_seq) * p.kv.block_size;
   int64_t exact = 0;

@@ -15,7 +15,7 @@ const Backend& backend_for(const Array& array) {
 #else
   if (type == dlpack::kCPU || type == dlpack::kCUDAHost) return cpu::backend();
 #if defined(PAGED_OPS_HAS_CUDA)
-  if (type == dlpack::kCUDA || type == dlpack::kCUDAManaged) return launch::backend();
+  if (dlpack::on_cuda(array.device())) return launch::backend();
   fail(array.name(), ": is on ", array.device_name(), "; wanted cpu or cuda");
 #else
   fail(array.name(), ": is on ", array.device_name(),
@@ -76,14 +76,15 @@ BlockTables block_tables_of(const Array& block_tables, const Array& seq_lens) {
 }
 
 void require_supported(const Array& array, DType dtype, int64_t num_q_heads, const PagedKV& kv) {
-  const std::string why = refusal({.dtype = dtype,
+  const Refusal refused = refusal({.dtype = dtype,
                                    .cache_dtype = kv.dtype,
                                    .num_q_heads = num_q_heads,
                                    .num_kv_heads = kv.num_kv_heads,
                                    .key_head_dim = kv.key_head_dim,
                                    .value_head_dim = kv.value_head_dim,
                                    .block_size = kv.block_size});
-  PAGED_OPS_REQUIRE(why.empty(), array.name(), ": ", why);
+  PAGED_OPS_REQUIRE(refused.why.empty(), refused.argument ? refused.argument : array.name(), ": ",
+                    refused.why);
 }
 
 }  // namespace paged_ops::bind

@@ -13,6 +13,11 @@ struct Device {
   int32_t device_type, device_id;
 };
 
+// Memory that kernels of a GPU work on, on the caller's stream.
+inline bool on_cuda(Device device) {
+  return device.device_type == kCUDA || device.device_type == kCUDAManaged;
+}
+
 struct DataType {
   uint8_t code, bits;
   uint16_t lanes;

@@ -25,7 +25,8 @@ DType dtype_from_name(const std::string& text) {
 std::string refusal_text(const std::string& dtype, const std::string& cache_dtype, int64_t num_q_heads,
                          int64_t num_kv_heads, int64_t head_dim, int64_t value_head_dim, int64_t block_size) {
   return refusal({dtype_from_name(dtype), dtype_from_name(cache_dtype), num_q_heads, num_kv_heads, head_dim,
-                  value_head_dim, block_size});
+                  value_head_dim, block_size})
+      .why;
 }
 
 const Backend& backend_named(const std::string& device) {

@@ -6,6 +6,10 @@
 
 namespace paged_ops {
 
+// Head dims that kernels take, of keys and of values.
+constexpr int kHeadDimMultiple = 8;
+constexpr int kMaxHeadDim = 256;
+
 // One of K or V: [num_blocks, block_size, num_kv_heads, head_dim], last dimension contiguous.
 // NHD, HND, K and V interleaved, and block-major pools over all layers differ in strides only.
 // Strides are in bytes and 64-bit: a pool may exceed 2^31 bytes and 2^31 elements.

@@ -5,11 +5,9 @@
 
 #include "core/check.h"
 #include "core/dtype.h"
+#include "core/paged_kv.h"
 
 namespace paged_ops {
-
-constexpr int kHeadDimMultiple = 8;
-constexpr int kMaxHeadDim = 256;
 
 struct Geometry {
   DType dtype;  // of query and output, or of new keys and values
@@ -21,24 +19,34 @@ struct Geometry {
   int64_t block_size;
 };
 
-// Why `g` is refused, or an empty string when it is supported. Every backend supports the same set.
-inline std::string refusal(const Geometry& g) {
+struct Refusal {
+  const char* argument;  // whose fault it is; null = of whoever is asked about
+  std::string why;       // empty when there is none
+};
+
+// Why `g` is refused, if it is. Every backend supports the same set.
+inline Refusal refusal(const Geometry& g) {
   if (g.dtype != DType::f32 && g.dtype != DType::f16 && g.dtype != DType::bf16)
-    return concat("dtype is ", name(g.dtype), ", wanted one of float32, float16, bfloat16");
+    return {nullptr, concat("dtype is ", name(g.dtype), ", wanted one of float32, float16, bfloat16")};
   if (g.cache_dtype != g.dtype)
-    return concat("dtype is ", name(g.dtype), " beside a cache of ", name(g.cache_dtype),
-                  ", wanted one dtype");
-  for (const auto& [what, dim] :
-       {std::pair{"head_dim", g.key_head_dim}, {"value head_dim", g.value_head_dim}})
-    if (dim < kHeadDimMultiple || dim > kMaxHeadDim || dim % kHeadDimMultiple != 0)
-      return concat(what, " is ", dim, ", wanted a multiple of ", kHeadDimMultiple, " from ",
-                    kHeadDimMultiple, " to ", kMaxHeadDim);
-  if (g.num_kv_heads < 1) return concat("num_kv_heads is ", g.num_kv_heads, ", wanted at least 1");
+    return {nullptr, concat("dtype is ", name(g.dtype), " beside a cache of ", name(g.cache_dtype),
+                            ", wanted one dtype")};
+  const auto refused_dim = [](int64_t dim) {
+    return dim < kHeadDimMultiple || dim > kMaxHeadDim || dim % kHeadDimMultiple != 0;
+  };
+  const auto about = [](const char* what, int64_t dim) {
+    return concat(what, " is ", dim, ", wanted a multiple of ", kHeadDimMultiple, " from ", kHeadDimMultiple,
+                  " to ", kMaxHeadDim);
+  };
+  if (refused_dim(g.key_head_dim)) return {"key_cache", about("head_dim", g.key_head_dim)};
+  if (refused_dim(g.value_head_dim)) return {"value_cache", about("value head_dim", g.value_head_dim)};
+  if (g.num_kv_heads < 1)
+    return {"key_cache", concat("num_kv_heads is ", g.num_kv_heads, ", wanted at least 1")};
   if (g.num_q_heads < 1 || g.num_q_heads % g.num_kv_heads != 0)
-    return concat("num_q_heads is ", g.num_q_heads,
-                  ", wanted a positive multiple of num_kv_heads = ", g.num_kv_heads);
+    return {nullptr, concat("num_q_heads is ", g.num_q_heads,
+                            ", wanted a positive multiple of num_kv_heads = ", g.num_kv_heads)};
   if (g.block_size < 1 || g.block_size > (int64_t(1) << 30))
-    return concat("block_size is ", g.block_size, ", wanted 1 to 2^30");
+    return {"key_cache", concat("block_size is ", g.block_size, ", wanted 1 to 2^30")};
   return {};
 }
 

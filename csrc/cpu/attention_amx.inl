@@ -25,6 +25,7 @@ enum TileUse {
 // clang-format on
 
 alignas(64) constexpr bf16 kZeroRow[256] = {};
+static_assert(kMaxHeadDim <= 256);
 
 // So many columns hold a block of rows: what divides kLanes.
 constexpr int columns_for(int num_rows) {
@@ -360,7 +361,7 @@ class AmxProducts {
       other = max(other, logits(i + 1));
     }
     greatest = max_of_column<kColumns>(max(greatest, other));
-    Vec maximum = load(maxima_of(head, b.first / kBlockRows));
+    Vec maximum = load(maxima_of(head, b.index));
     const __mmask16 grows = _mm512_cmp_ps_mask(greatest, add(maximum, broadcast(kHeadroom)), _CMP_GT_OQ);
     if (grows) maximum = grow(head, maximum, greatest, grows, b, states);
     const Vec shift = _mm512_mask_sub_ps(
@@ -373,7 +374,7 @@ class AmxProducts {
 #pragma GCC unroll 32
       for (int i = 0; i < kStepVectors; i++) {
         const int vector = step * kStepVectors + i;
-        weights[i] = weight_of(masked(vector, fma(load(scores + vector * kLanes), scale, shift)));
+        weights[i] = weight_of(masked(vector, add(mul(load(scores + vector * kLanes), scale), shift)));
         if (i % (kStepVectors / weight_steps(kColumns)) == 0) {
           if (prefetcher) {
             prefetcher->step();
@@ -418,9 +419,9 @@ class AmxProducts {
   __attribute__((noinline)) Vec grow(int head, Vec maximum, Vec greatest, __mmask16 grows, const Block& b,
                                      float* states) const {
     const Vec now = _mm512_mask_mov_ps(maximum, grows, greatest);
-    store(maxima_of(head, b.first / kBlockRows), now);
+    store(maxima_of(head, b.index), now);
     alignas(64) float decay[kLanes];
-    const Vec factors = exp2(sub(maximum, now));  // 1 for the others
+    const Vec factors = _mm512_mask_mov_ps(broadcast(1.0f), grows, exp2(sub(maximum, now)));
     store(decay, factors);
     store(exact_of(head, b.index), mul(load(exact_of(head, b.index)), factors));
     for (int r = 0; r < b.num_rows; r++) {
@@ -530,7 +531,7 @@ class AmxProducts {
   int deferred_tokens_ = 0, deferred_position_ = 0;  // of the chunk
   bf16* query_;                                      // [heads, blocks, key_steps, 16, columns, 2]
   float* maxima_;  // [heads, blocks, kLanes]: of row i % columns of the block
-  float* exact_;   // [heads, rows, kLanes]: parts of the sums of weights before rounding
+  float* exact_;   // [heads, blocks, kLanes]: sums of weights before rounding, of the same rows
   bf16* keys_;     // [tiles, kTileTokens, key_steps * kStepDims]
   bf16* values_;   // [tiles + 1, kTokenSteps, value_tiles, 16, 16, 2]: the last one is cut_values()'s
   float* scores_;  // [2, kTileTokens, columns], of even and odd blocks

@@ -82,9 +82,9 @@ const std::vector<Entry>& table() {
   static const std::vector<Entry> entries = [] {
 #if defined(PAGED_OPS_X86_KERNELS)
     const Features found = features();
-    static const Kernels amx_kernels = [] {
+    static const Kernels amx_kernels = [&] {
       Kernels kernels = avx512::kernels;
-      amx::add_to(kernels);
+      if (found.amx) amx::add_to(kernels);  // which is compiled for AVX-512 itself
       return kernels;
     }();
     return std::vector<Entry>{{"amx", &amx_kernels, found.amx},

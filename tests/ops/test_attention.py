@@ -219,3 +219,21 @@ def test_kinds_of_arrays_give_the_same_bits(
             out_numpy, lse_numpy = inputs.attention(paged_ops)
             assert isinstance(out_numpy, np.ndarray) and isinstance(lse_numpy, np.ndarray)
             assert arrays.same_bits(out, out_numpy) and arrays.same_bits(lse, lse_numpy)
+
+
+@pytest.mark.parametrize("dtype", arrays.DTYPES)
+@pytest.mark.parametrize("size", [3e1, 2e2, 1e6])
+def test_equal_logits_of_any_size(ops: HostOps, dtype: str, size: float) -> None:
+    """However large a logit is, its distance to itself is 0: no rounding of a product comes between."""
+    if dtype == "float16" and size > 1e4:
+        pytest.skip("not a float16")
+    kind = arrays.DTYPES[dtype]
+    for sign in (1, -1):
+        query, keys = np.zeros((1, 3, 40), kind), np.zeros((1, 16, 1, 40), kind)
+        query[..., 0], keys[..., 0] = size, sign * size
+        values = np.ones_like(keys)
+        tables, lens = np.zeros((1, 1), np.int32), np.array([16], np.int32)
+        out, lse = ops.paged_attention_decode(query, keys, values, tables, lens, return_lse=True)
+        assert (out == 1).all()
+        logit = sign * float(query[0, 0, 0]) ** 2 / np.sqrt(40)
+        assert np.allclose(lse, logit + np.log(16), rtol=1e-6)

@@ -180,3 +180,23 @@ def test_schedules_of_the_emulator(target: Target, case: Case) -> None:
     for settings in EMULATOR_SETTINGS:
         with use_emulator(**settings):
             require_same(wanted, inputs.attention(ops))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("group", [2, 4, 16])
+def test_heads_of_a_group_whatever_their_neighbours_hold(ops: HostOps, dtype: str, group: int) -> None:
+    """A head alone against the same head in its group, among heads whose logits are huge, tiny or -inf."""
+    kind = arrays.DTYPES[dtype]
+    keys = np.zeros((1, 192, 1, 32), np.float32)
+    keys[0, :64, 0, 0], keys[0, 64:, 0, 0] = -1e30, np.linspace(-3, 3, 128)
+    keys[0, :, 0, 1] = np.linspace(-0.5, 0.5, 192)
+    query = np.zeros((1, group, 32), np.float32)
+    for head in range(group):
+        query[0, head, head % 2] = [1e30, 1.0, 1e-30, 2e4][head % 4]
+    query, keys = query.astype(kind), keys.astype(kind)
+    values = np.random.default_rng(2).standard_normal(keys.shape).astype(kind)
+    rest = np.zeros((1, 1), np.int32), np.array([192], np.int32)
+    together = ops.paged_attention_decode(query, keys, values, *rest, return_lse=True)
+    for head in range(group):
+        alone = ops.paged_attention_decode(query[:, [head]], keys, values, *rest, return_lse=True)
+        require_same(tuple(x[:, [head]] for x in together), alone)

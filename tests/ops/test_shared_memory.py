@@ -123,6 +123,17 @@ def test_block_pairs_may_not_lie_in_what_is_written(target: Target) -> None:
     assert np.array_equal(pool, pool_with_pairs()[0])
 
 
+def test_caches_of_a_copy_may_not_share_blocks(target: Target) -> None:
+    memory = np.zeros((5, 8), np.float32)
+    pool = np.zeros((4, 3, 2, 8), np.float32)
+    with target.use():
+        with pytest.raises(ValueError, match=r"caches\[1\]: shares memory with caches\[0\]"):
+            paged_ops.copy_blocks([memory[0:4], memory[1:5]], np.array([[0, 1]]))
+        pool[2] = 7
+        paged_ops.copy_blocks([pool[:, i, j] for i in range(3) for j in range(2)], np.array([[2, 0]]))
+    assert (pool[0] == 7).all() and not pool[1].any()
+
+
 def test_gather_and_write_want_two_places_for_two_things(target: Target) -> None:
     cache, other = np.zeros((2, 4, 1, 8), np.float32), np.ones((2, 4, 1, 8), np.float32)
     rows = np.zeros((4, 1, 8), np.float32)

@@ -270,7 +270,8 @@ def test_capsules_are_given_back(target: Target, fault: str) -> None:
 
 
 def test_registration_in_either_order_of_imports() -> None:
-    for imports in ("import torch, paged_ops", "import paged_ops, torch"):
+    probe = "import paged_ops, importlib.util; importlib.util.find_spec('torch'); import torch"
+    for imports in ("import torch, paged_ops", "import paged_ops, torch", probe):
         code = f"{imports}; torch.ops.paged_ops.attention.default"
         subprocess.run([sys.executable, "-c", code], check=True)
 

@@ -288,3 +288,46 @@ def test_a_model_without_a_tokenizer_takes_token_ids_only(model: Any) -> None:
         engine.add([1], SamplingParams(stop=("x",)))
     ((done,),) = engine.generate([[1, 2]], GREEDY)
     assert done.token_ids == alone(model, [1, 2], GREEDY) and done.text == ""
+
+
+def test_a_request_whose_logits_are_no_numbers_ends_and_the_others_go_on(model: Any) -> None:
+    engine = Engine(model, num_blocks=64, block_size=4)
+    prompts = prompts_of(3, 3)
+    wanted = Engine(model, num_blocks=64, block_size=4).generate(prompts, GREEDY)
+    broken = engine.add(prompts[0], GREEDY)
+    decoder = engine.runner.decoder
+
+    class SomeNaN:
+        device = decoder.device
+
+        def __call__(self, *arguments: Any) -> Any:
+            return decoder(*arguments)
+
+        def logits(self, hidden: Any) -> Any:
+            rows = decoder.logits(hidden).clone()
+            if any(sequence.request.id == broken for sequence in engine.scheduler.running):
+                rows[0] = float("nan")  # of the oldest request
+            return rows
+
+    engine.runner.decoder = SomeNaN()  # type: ignore[assignment]
+    others = [engine.completions_of(engine.add(prompt, GREEDY)) for prompt in prompts[1:]]
+    (failed,) = engine.completions_of(broken)
+    for _ in engine.stream():
+        pass
+    assert failed.finish_reason is FinishReason.ERROR and "not finite" in failed.error
+    assert [c.token_ids for (c,) in others] == [c.token_ids for (c,) in wanted[1:]]
+
+
+def test_an_error_after_the_computation_leaves_the_engine_usable(model: Any) -> None:
+    engine = Engine(model, num_blocks=64, block_size=4)
+    prompts = prompts_of(4, 2)
+    wanted = tokens(Engine(model, num_blocks=64, block_size=4).generate(prompts, GREEDY))
+    done = [engine.completions_of(engine.add(prompt, GREEDY)) for prompt in prompts]
+    observe = engine.accounting.observe
+    engine.accounting.observe = lambda usage: 1 / 0
+    with pytest.raises(ZeroDivisionError):
+        engine.step()
+    engine.accounting.observe = observe
+    for _ in engine.stream():
+        pass
+    assert tokens(done) == wanted

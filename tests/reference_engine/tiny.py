@@ -10,6 +10,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
+import paged_ops
 from reference_engine import sampler
 from reference_engine.models.config import ModelConfig, RopeConfig, rope_frequencies
 from reference_engine.models.decoder import Decoder
@@ -76,14 +77,25 @@ def attend_to_all(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tens
     return torch.einsum("hqk,khd->qhd", weights, v).to(query.dtype)
 
 
+def attend_by_op(layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """The same by the op itself, over one block that holds the sequence."""
+    num_tokens = len(query)
+    lens = torch.tensor([num_tokens], dtype=torch.int32, device=query.device)
+    table, cu_seqlens_q = torch.zeros_like(lens)[None], torch.cat([torch.zeros_like(lens), lens])
+    return paged_ops.paged_attention(query, key[None], value[None], table, lens, cu_seqlens_q)
+
+
 @torch.inference_mode()
 def alone(model: LoadedModel, prompt: list[int], params: SamplingParams, sample_index: int = 0) -> list[int]:
     """What sample `sample_index` should generate: everything computed anew for each token."""
     tokens = list(prompt)
+    # Kernels that round weights to 16 bits, as matrix units want them, are an ulp from float64, which may
+    # turn a near tie; not so from themselves.
+    attend = attend_to_all if model.decoder.dtype == torch.float32 else attend_by_op
     while True:
         device = model.decoder.device
         positions = torch.arange(len(tokens), device=device)
-        hidden = model.decoder(torch.tensor(tokens, device=device), positions, attend_to_all)
+        hidden = model.decoder(torch.tensor(tokens, device=device), positions, attend)
         key = (params.seed or 0, sample_index, len(tokens))
         (token,), _ = sampler.sample(model.decoder.logits(hidden[-1:]), [params], [key])
         tokens.append(token)
