@@ -1,6 +1,7 @@
 // The thread pool: workers spin a moment for the next job, then sleep on a futex.
 #include "cpu/thread_pool.h"
 
+#include <algorithm>
 #include <atomic>
 #include <cerrno>
 #include <chrono>
@@ -27,6 +28,8 @@ namespace {
 
 // Long enough to meet the next op of a layer, short enough not to take the CPU from whoever runs between.
 constexpr auto kSpin = std::chrono::microseconds(15);
+// So long a thread without a task looks on while others finish theirs.
+constexpr auto kLongestTask = std::chrono::microseconds(500);
 // Waking a sleeping worker takes as long as moving about half of this; below it a job is done sooner alone.
 constexpr int64_t kMinBytesPerThread = 1 << 20;
 
@@ -38,40 +41,73 @@ inline void pause() {
 #endif
 }
 
-// Waits until `word` is no longer `old`: spinning first, then asleep.
-void wait_while_equal(const std::atomic<uint32_t>& word, uint32_t old) {
-  const auto deadline = std::chrono::steady_clock::now() + kSpin;
+// Whether `done()` has come true before `longest` had passed.
+template <class F>
+bool spin_until(F&& done, std::chrono::steady_clock::duration longest) {
+  const auto deadline = std::chrono::steady_clock::now() + longest;
   do {
     for (int i = 0; i < 16; i++) {
-      if (word.load(std::memory_order_acquire) != old) return;
+      if (done()) return true;
       pause();
     }
   } while (std::chrono::steady_clock::now() < deadline);
-  word.wait(old, std::memory_order_acquire);
+  return false;
 }
 
-struct Job {
-  const int64_t num_tasks;
-  void (*const task)(void*, int64_t);
-  void* const context;
-  std::atomic<int> seats;  // for workers; what exceeds max_threads finds none
-  std::atomic<int64_t> next{0};
-  std::atomic<bool> failed{false};
-  std::exception_ptr error{};
+// Waits until `word` is no longer `old`: spinning first, then asleep.
+void wait_while_equal(const std::atomic<uint32_t>& word, uint32_t old) {
+  if (!spin_until([&] { return word.load(std::memory_order_acquire) != old; }, kSpin))
+    word.wait(old, std::memory_order_acquire);
+}
 
-  void work() {
+// The tasks of a job in as many shares as threads. Each thread has a share of its own, the same one in every
+// job, so that it finds in its core's cache what it touched in the last job like this one; when that is done
+// it takes from the others'.
+class Job {
+ public:
+  Job(int64_t num_tasks, int num_threads, void (*task)(void*, int64_t), void* context)
+      : seats(num_threads - 1),
+        task_(task),
+        context_(context),
+        num_shares_(std::min(num_threads, kMaxShares)) {
+    for (int i = 0; i < num_shares_; i++) {
+      shares_[i].next.store(num_tasks * i / num_shares_, std::memory_order_relaxed);
+      shares_[i].end = num_tasks * (i + 1) / num_shares_;
+    }
+  }
+
+  void work(int thread) {
     inside_task = true;
-    int64_t index;
-    while (!failed.load(std::memory_order_relaxed) &&
-           (index = next.fetch_add(1, std::memory_order_relaxed)) < num_tasks) {
-      try {
-        task(context, index);
-      } catch (...) {
-        if (!failed.exchange(true)) error = std::current_exception();
+    for (int i = 0; i < num_shares_; i++) {
+      Share& share = shares_[(thread + i) % num_shares_];
+      int64_t index;
+      while (!failed_.load(std::memory_order_relaxed) &&
+             (index = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end) {
+        try {
+          task_(context_, index);
+        } catch (...) {
+          if (!failed_.exchange(true)) error = std::current_exception();
+        }
       }
     }
     inside_task = false;
   }
+
+  std::atomic<int> seats;  // for workers; what exceeds the wanted threads finds none
+  std::exception_ptr error{};
+
+ private:
+  static constexpr int kMaxShares = 64;
+  struct alignas(64) Share {
+    std::atomic<int64_t> next{0};
+    int64_t end = 0;
+  };
+
+  void (*const task_)(void*, int64_t);
+  void* const context_;
+  const int num_shares_;
+  std::atomic<bool> failed_{false};
+  Share shares_[kMaxShares];
 };
 
 class Pool {
@@ -79,7 +115,7 @@ class Pool {
   explicit Pool(int num_workers) {
     for (int i = 0; i < num_workers; i++) {
       try {
-        workers_.emplace_back([this] { serve(); });
+        workers_.emplace_back([this, i] { serve(i + 1); });
       } catch (const std::system_error&) {
         break;  // no more threads to be had: the ones there are do the work
       }
@@ -104,7 +140,7 @@ class Pool {
     } else {
       epoch_.notify_all();
     }
-    job.work();
+    job.work(0);
     // Whoever has not come in by now need not: only those inside are waited for.
     uint32_t inside = gate_.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
     while (inside != 0) {
@@ -114,7 +150,7 @@ class Pool {
   }
 
  private:
-  void serve() {
+  void serve(int thread) {
     uint32_t seen = 0;
     for (;;) {
       wait_while_equal(epoch_, seen);
@@ -124,9 +160,13 @@ class Pool {
       while ((gate & kOpen) && !gate_.compare_exchange_weak(gate, gate + 1, std::memory_order_acq_rel)) {
       }
       if (!(gate & kOpen)) continue;
-      if (job_->seats.fetch_sub(1, std::memory_order_relaxed) > 0) job_->work();
+      if (job_->seats.fetch_sub(1, std::memory_order_relaxed) > 0) job_->work(thread);
       gate_.fetch_sub(1, std::memory_order_acq_rel);
       gate_.notify_one();
+      // Others may be at their last tasks still. The wait for the next job begins with the end of this one:
+      // else a thread that ran out of tasks early would fall asleep meanwhile, come late again, and so on for
+      // ever.
+      spin_until([&] { return (gate_.load(std::memory_order_acquire) & kOpen) == 0; }, kLongestTask);
     }
   }
 
@@ -233,7 +273,7 @@ void run_tasks(int64_t num_tasks, int max_threads, void (*task)(void*, int64_t),
     s.pool_threads = pool_threads;
   }
   if (threads > pool_threads) threads = pool_threads;
-  Job job{num_tasks, task, context, threads - 1};
+  Job job(num_tasks, threads, task, context);
   s.pool->run(job);
   if (job.error) std::rethrow_exception(job.error);
 }

@@ -9,10 +9,11 @@ namespace paged_ops::cpu {
 int num_threads();
 void set_num_threads(int num_threads);
 
-// Calls task(context, i) once for each i in [0, num_tasks), in ascending order of start, on at most
-// `max_threads` threads; returns when all are done. The caller works too. The first exception of a task
-// is thrown here, after which no further task starts. Called from inside a task, or while another
-// thread's job runs, everything is done by the caller alone. After fork() the child has a pool of its own.
+// Calls task(context, i) once for each i in [0, num_tasks) on at most `max_threads` threads, each of which
+// begins with the same share of them every time; returns when all are done. The caller works too. The first
+// exception of a task is thrown here, after which no further task starts. Called from inside a task, or while
+// another thread's job runs, everything is done by the caller alone. After fork() the child has a pool of its
+// own.
 void run_tasks(int64_t num_tasks, int max_threads, void (*task)(void* context, int64_t index), void* context);
 
 // run_tasks for any callable.
