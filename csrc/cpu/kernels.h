@@ -23,7 +23,7 @@ constexpr int kTileTokens = 64;
 // A chunk's state for one row: [reference, sum, exact sum, unused ..., value_head_dim sums in the kernel's
 // own order], as softmax.inl says.
 constexpr int kStateHeader = 16;
-constexpr int kStateGrain = 32;   // the sums are padded to a multiple of the widest pair of vectors
+constexpr int kStateGrain = 32;  // the sums are padded to a multiple of the widest pair of vectors
 static constexpr int64_t state_floats(int value_head_dim) {
   return kStateHeader + int64_t(value_head_dim + kStateGrain - 1) / kStateGrain * kStateGrain;
 }
