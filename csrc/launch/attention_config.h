@@ -76,7 +76,7 @@ inline AttentionPlan plan_attention(const AttentionParams& op) {
 
   // The workspace is sized without knowing addresses, so that alignment has no say here.
   const bool few_tokens = decode || op.num_tokens <= 8 * num_seqs;
-  plan.parallel = plan.max_chunks > 1 &&
+  plan.parallel = op.num_tokens > 0 && op.tables.num_seqs > 0 && plan.max_chunks > 1 &&
                   (few_tokens || num_slots(wide ? 2 : 1) * kv.num_kv_heads < kPrefillCtas) &&
                   plan.workspace_nbytes <= kMaxWorkspaceNbytes;
   if (!plan.parallel) plan.workspace_nbytes = 0;
