@@ -17,8 +17,11 @@ namespace {
 // Up to this many query tokens of a sequence are taken together with all KV heads, chunk by chunk, so
 // that each block is read once in one contiguous sweep (decode, verification). More make a prefill.
 constexpr int kSweepTokens = 8;
-// A prefill task takes so many rows (query tokens x group) of one KV head through all chunks.
-constexpr int kPrefillRows = 256;
+// A prefill task takes at most so many rows (query tokens x group) of one KV head through all chunks, so that
+// their states stay in a core's own cache; and not fewer than so many if it can be helped, for each task
+// copies the keys.
+constexpr int64_t kMaxPrefillRows = 1024;
+constexpr int64_t kMinPrefillRows = 128;
 // A sweep's tile and the next one stay in a core's own cache.
 constexpr int64_t kSweepTileBytes = 512 << 10;
 // Enough tasks for each thread that the last ones to finish do not keep the others waiting for long.
@@ -49,11 +52,12 @@ class Plan {
   Plan(const AttentionParams& p, int num_threads) : p_(p), group_(p.num_q_heads / p.kv.num_kv_heads) {
     const int64_t token_nbytes =
         int64_t(p.kv.key_head_dim + p.kv.value_head_dim) * p.kv.num_kv_heads * itemsize(p.kv.dtype);
-    int64_t num_sweeps = 0;
+    int64_t num_sweeps = 0, prefill_rows = 0;
     for (int32_t seq = 0; seq < p.tables.num_seqs; seq++) {
       const Sequence s(p, seq);
       if (s.num_tokens() == 0) continue;
       if (s.sweeps()) num_sweeps += std::max<int64_t>(s.num_chunks(), 1);
+      if (!s.sweeps()) prefill_rows += int64_t(s.num_tokens()) * p.num_q_heads;
       if (s.folds()) states_floats_ += s.num_chunks() * chunk_floats(s);
       // Four rows or so share a load; past them it is arithmetic that takes the time.
       nbytes_ += s.seq_len * token_nbytes * (1 + s.num_tokens() * group_ / 4);
@@ -61,6 +65,7 @@ class Plan {
     const int64_t for_threads =
         num_threads > 1 ? ceil_div(kTasksPerThread * num_threads, std::max<int64_t>(num_sweeps, 1)) : 1;
     const int64_t for_cache = ceil_div(token_nbytes * kTileTokens, kSweepTileBytes);
+    task_rows_ = std::clamp(prefill_rows / (kTasksPerThread * num_threads), kMinPrefillRows, kMaxPrefillRows);
     num_parts_ = int32_t(std::min<int64_t>(p.kv.num_kv_heads, std::max(for_threads, for_cache)));
   }
 
@@ -119,15 +124,15 @@ class Plan {
 
   void add_prefill(const Sequence& s) {
     AttentionTask task = task_of(s);
-    const int32_t at_once = int32_t(std::max<int64_t>(1, kPrefillRows / group_));
+    const int32_t at_once = int32_t(std::max<int64_t>(1, task_rows_ / group_));
     // Later tokens see more keys: with the long tasks first, the last to finish are short.
-    for (int32_t end = s.query_end; end > s.query_begin; end -= at_once) {
-      task.query_end = end;
-      task.query_begin = std::max(s.query_begin, end - at_once);
-      task.position = s.position(task.query_begin);
-      for (int32_t head = 0; head < p_.kv.num_kv_heads; head++) {
-        task.head_begin = head;
-        task.head_end = head + 1;
+    for (int32_t head = 0; head < p_.kv.num_kv_heads; head++) {
+      task.head_begin = head;
+      task.head_end = head + 1;
+      for (int32_t end = s.query_end; end > s.query_begin; end -= at_once) {
+        task.query_end = end;
+        task.query_begin = std::max(s.query_begin, end - at_once);
+        task.position = s.position(task.query_begin);
         tasks.push_back(task);
       }
     }
@@ -137,6 +142,7 @@ class Plan {
   const int64_t group_;
   int64_t states_floats_ = 0;
   int64_t nbytes_ = 0;
+  int64_t task_rows_ = kMaxPrefillRows;
   int32_t num_parts_ = 1;
 };
 

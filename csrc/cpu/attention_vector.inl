@@ -57,6 +57,29 @@ class VectorProducts {
     value_rows_ = carver.take<const char*>(unpacked_tokens);
   }
 
+  void start(const PageWalk& walk, int first_key, int end_key) {
+    prefetcher_.clear();
+    walk.prefetch(first_key, tile_end(first_key, end_key), prefetcher_);
+    pack_query();
+  }
+
+  void attend_chunk(const PageWalk& walk, int begin, int end, int end_key, float* states) {
+    const int num_heads = task_.head_end - task_.head_begin;
+    const int64_t record = state_floats(p_.kv.value_head_dim), head_floats = rows_.count * record;
+    for (int64_t i = 0; i < num_heads * rows_.count; i++) clear_state(states + i * record, record);
+    TileRows tile;
+    for (int at = begin, next; at < end; at = next) {
+      next = tile_end(at, end);
+      prefetcher_.drain();
+      walk.rows(at, next, tile);
+      prefetcher_.clear();
+      walk.prefetch(next, tile_end(next, end_key), prefetcher_);
+      for (int head = 0; head < num_heads; head++)
+        attend_tile(head, tile, next - at, at, states + head * head_floats);
+    }
+  }
+
+ private:
   void pack_query() {
     const int dim = p_.kv.key_head_dim, group = p_.num_q_heads / p_.kv.num_kv_heads;
     float* packed = query_;
@@ -79,27 +102,21 @@ class VectorProducts {
       }
   }
 
-  int num_steps() const { return 1; }  // it prefetches as much as it reads, step by step
-  void open(int, float*) {}
-  void close(int, float*) {}
-
-  void attend_tile(int head, const TileRows& tile, int num_tokens, int position, float* states,
-                   Prefetcher& prefetcher) {
+  void attend_tile(int head, const TileRows& tile, int num_tokens, int position, float* states) {
     const int64_t kv_head = task_.head_begin + head;
     const Tile<T> key(tile.key, kv_head * p_.kv.key.stride_head, p_.kv.key_head_dim);
     const Tile<T> value(tile.value, kv_head * p_.kv.value.stride_head, p_.kv.value_head_dim);
     const float* query = query_ + int64_t(head) * rows_.count * key_dim_;
     if (unpacks_) {
-      unpack(key, num_tokens, key_tile_, prefetcher);
-      unpack(value, num_tokens, value_tile_, prefetcher);
+      unpack(key, num_tokens, key_tile_, prefetcher_);
+      unpack(value, num_tokens, value_tile_, prefetcher_);
       take_tile(Tile<float>(key_rows_, 0, key_dim_), Tile<float>(value_rows_, 0, value_dim_), num_tokens,
                 position, query, states, nullptr);
     } else {
-      take_tile(key, value, num_tokens, position, query, states, &prefetcher);
+      take_tile(key, value, num_tokens, position, query, states, &prefetcher_);
     }
   }
 
- private:
   // All rows of one KV head over a tile whose first key is at `position`. The first block of rows brings
   // the tile into the cache, so it is the one that prefetches.
   template <class E>
@@ -143,6 +160,7 @@ class VectorProducts {
   const Rows rows_;
   const int key_dim_, value_dim_;
   const bool unpacks_;
+  Prefetcher prefetcher_;    // of the tile after the one at hand
   float* query_;             // [heads, rows, key_dim] in pair order
   float* scores_;            // [rows, kTileTokens]
   float* decay_;             // [rows]

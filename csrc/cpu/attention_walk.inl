@@ -6,13 +6,12 @@
 // or how a prompt was cut. The arithmetic on a tile is a parameter, `Products`:
 //
 //   Products(params, task, rows, carver)   takes its working memory from the carver
-//   int num_steps()                        of a head, at which attend_tile() can prefetch the next tile
-//   void pack_query()                      once per task
-//   void open(head, states)                before the first tile of a chunk
-//   void attend_tile(head, tile, num_tokens, position, states, prefetcher)
-//   void close(head, states)               after the last: states are now as softmax.inl says
+//   void start(walk, first_key, end_key)   once per task, before its first chunk
+//   void attend_chunk(walk, begin, end, end_key, states)
+//                                          writes the states of keys [begin, end) of a chunk; the task goes
+//                                          on to end_key, so that what comes next can be prefetched
 //
-// where `head` counts from the task's first KV head and `states` are the records of that head's rows.
+// where `states` are [heads, rows] from the task's first KV head on, laid out as softmax.inl says.
 
 // A number as a type, for generic lambdas.
 template <int N>
@@ -26,6 +25,9 @@ inline int visible_keys(const AttentionParams& p, int32_t seq, int32_t position)
   if (!p.causal) return seq_len;
   return position < 0 ? 0 : position + 1;
 }
+
+// Where the tile that begins at `begin` ends, of keys that end at `end`.
+inline int tile_end(int begin, int end) { return end - begin > kTileTokens ? begin + kTileTokens : end; }
 
 inline int chunks_of(int num_keys) { return num_keys / kChunkTokens + (num_keys % kChunkTokens != 0); }
 
@@ -110,8 +112,6 @@ void attend(const AttentionParams& p, const AttentionTask& task, void* scratch) 
   const int64_t head_floats = num_rows * record;
   for (int row = 0; row < num_rows; row++)
     memory.visible[row] = visible_keys(p, task.seq, task.position + row / group);
-  products.pack_query();
-
   const bool all_chunks = task.chunk == kAllChunks;
   const int num_keys = rows.visible[num_rows - 1];  // that any row sees
   const int first_key = all_chunks ? 0 : task.chunk * kChunkTokens;
@@ -119,45 +119,22 @@ void attend(const AttentionParams& p, const AttentionTask& task, void* scratch) 
   float* const first_states =
       task.states ? task.states + task.chunk * task.chunk_floats + task.head_begin * head_floats
                   : memory.states;
-  float* states = first_states;
-  const auto clear = [&] {
-    for (int64_t i = 0; i < num_heads * num_rows; i++) clear_state(states + i * record, record);
-    for (int head = 0; head < num_heads; head++) products.open(head, states + head * head_floats);
-  };
-  const auto close = [&] {
-    for (int head = 0; head < num_heads; head++) products.close(head, states + head * head_floats);
-  };
-  clear();
+  if (first_key >= end_key)
+    for (int64_t i = 0; i < num_heads * num_rows; i++) clear_state(first_states + i * record, record);
 
-  const PageWalk walk{p.kv, p.tables.block_ids + task.seq * p.tables.stride, task.head_begin, task.head_end};
-  const auto tile_end = [&](int begin) {
-    return end_key - begin > kTileTokens ? begin + kTileTokens : end_key;
-  };
-  TileRows tile;
-  Prefetcher prefetcher;
-  walk.prefetch(first_key, tile_end(first_key), sizeof(T), prefetcher);
+  const PageWalk walk(p.kv, p.tables.block_ids + task.seq * p.tables.stride, task.head_begin, task.head_end,
+                      sizeof(T));
+  products.start(walk, first_key, end_key);
   for (int begin = first_key, end; begin < end_key; begin = end) {
-    if (begin % kChunkTokens == 0 && begin > first_key) {
-      states = memory.later_states;
-      clear();
-    }
-    end = tile_end(begin);
-    prefetcher.drain();
-    walk.rows(begin, end, tile);
-    walk.prefetch(end, tile_end(end), sizeof(T), prefetcher);
-    prefetcher.pace(num_heads * products.num_steps());
-    for (int head = 0; head < num_heads; head++)
-      products.attend_tile(head, tile, end - begin, begin, states + head * head_floats, prefetcher);
-    if (end % kChunkTokens != 0 && end != end_key) continue;
-    close();
+    end = end_key - begin > kChunkTokens ? begin + kChunkTokens : end_key;
+    float* const states = begin == first_key ? first_states : memory.later_states;
+    products.attend_chunk(walk, begin, end, end_key, states);
     if (states == first_states) continue;
-    const int chunk_begin = begin / kChunkTokens * kChunkTokens;
     for (int64_t i = 0; i < num_heads * num_rows; i++)
       // Only rows that see something of the chunk: the fold would be the identity but for the sign of 0.
-      if (rows.visible[i % num_rows] > chunk_begin)
+      if (rows.visible[i % num_rows] > begin)
         fold_state(first_states + i * record, states + i * record, record);
   }
-  if (first_key >= end_key) close();
 
   if (task.states) return;
   for (int head = 0; head < num_heads; head++) {
@@ -165,11 +142,6 @@ void attend(const AttentionParams& p, const AttentionTask& task, void* scratch) 
     for (int token = task.query_begin; token < task.query_end; token++)
       for (int g = 0; g < group; g++, state += record) {
         const int q_head = (task.head_begin + head) * group + g;
-        constexpr int kAhead = 2;  // tokens whose rows of the result are asked for before they are written
-        if (token + kAhead < task.query_end) {
-          const T* next = out_row<T>(p, token + kAhead, q_head);
-          for (int i = 0; i < p.kv.value_head_dim; i += 64 / int(sizeof(T))) __builtin_prefetch(next + i, 1);
-        }
         finish_rows<T>(p, token, q_head, state);
       }
   }

@@ -20,13 +20,34 @@ namespace paged_ops::cpu::amx {
 #include "cpu/attention_walk.inl"
 #include "cpu/amx_tiles.inl"
 #include "cpu/amx_matrices.inl"
-#include "cpu/attention_amx.inl"
+#include "cpu/amx_weights.inl"
+#include "cpu/amx_operands.inl"
+#include "cpu/amx_sweep.inl"
+#include "cpu/amx_blocks.inl"
 // clang-format on
+
+namespace {
+
+bool fits_a_block(const AttentionParams& p, const AttentionTask& task) {
+  return num_rows_of(p, task) <= kBlockRows;
+}
+
+void attend_bf16(const AttentionParams& p, const AttentionTask& task, void* scratch) {
+  return fits_a_block(p, task) ? attend<SweepProducts>(p, task, scratch)
+                               : attend<BlockProducts>(p, task, scratch);
+}
+
+size_t attend_bf16_scratch_nbytes(const AttentionParams& p, const AttentionTask& task) {
+  return fits_a_block(p, task) ? attend_scratch_nbytes<SweepProducts>(p, task)
+                               : attend_scratch_nbytes<BlockProducts>(p, task);
+}
+
+}  // namespace
 
 void add_to(Kernels& kernels) {
   constexpr int kBf16 = int(DType::bf16);
-  kernels.attend[kBf16] = attend<AmxProducts>;
-  kernels.attend_scratch_nbytes[kBf16] = attend_scratch_nbytes<AmxProducts>;
+  kernels.attend[kBf16] = attend_bf16;
+  kernels.attend_scratch_nbytes[kBf16] = attend_bf16_scratch_nbytes;
   kernels.fold[kBf16] = fold<bf16>;
 }
 }  // namespace paged_ops::cpu::amx

@@ -42,8 +42,10 @@ class Prefetcher {
     lines((kNumBytes + 63) / 64);
   }
 
-  // As many lines as make an end of all in `num_steps` steps.
-  void pace(int64_t num_steps) { lines_per_step_ = int((num_lines_ + num_steps - 1) / num_steps); }
+  // As many lines as make an end of all in `num_steps` steps; with none, drain() makes it.
+  void pace(int64_t num_steps) {
+    if (num_steps > 0) lines_per_step_ = int((num_lines_ + num_steps - 1) / num_steps);
+  }
   void step() { lines(lines_per_step_); }
 
   void drain() {
@@ -94,13 +96,28 @@ class Prefetcher {
   int piece_, num_pieces_;
   int64_t num_lines_;  // of all pieces
   int lines_per_step_ = 4;
-  Piece pieces_[2 * kTileTokens];
+  Piece
+      pieces_[2 * kTileTokens + 2];  // keys and values of a tile, each in a block of its own, and two others
 };
 
 struct PageWalk {
   const PagedKV& kv;
   const int32_t* block_ids;  // of one sequence
   int32_t head_begin, head_end;
+  int64_t element_nbytes;
+
+  PageWalk(const PagedKV& kv, const int32_t* block_ids, int32_t head_begin, int32_t head_end,
+           int64_t element_nbytes)
+      : kv(kv),
+        block_ids(block_ids),
+        head_begin(head_begin),
+        head_end(head_end),
+        element_nbytes(element_nbytes) {}
+
+  // The same for one of the heads.
+  PageWalk of_head(int head) const {
+    return PageWalk(kv, block_ids, head_begin + head, head_begin + head + 1, element_nbytes);
+  }
 
   // Calls f(key address, value address, run) for each run of consecutive tokens in one block.
   template <class F>
@@ -135,14 +152,27 @@ struct PageWalk {
     }
   }
 
-  void prefetch(int begin, int end, int element_nbytes, Prefetcher& out) const {
-    const int64_t num_heads = head_end - head_begin;
-    out.clear();
-    for_each_run(begin, end, [&](const char* key, const char* value, int run) {
-      out.add(key + head_begin * kv.key.stride_head, run, kv.key.stride_token, num_heads, kv.key.stride_head,
-              int64_t(kv.key_head_dim) * element_nbytes);
-      out.add(value + head_begin * kv.value.stride_head, run, kv.value.stride_token, num_heads,
-              kv.value.stride_head, int64_t(kv.value_head_dim) * element_nbytes);
+  // Puts rows of tokens [begin, end) on the list.
+  void prefetch_keys(int begin, int end, Prefetcher& out) const {
+    for_each_run(begin, end,
+                 [&](const char* key, const char*, int run) { add(key, kv.key, run, kv.key_head_dim, out); });
+  }
+  void prefetch_values(int begin, int end, Prefetcher& out) const {
+    for_each_run(begin, end, [&](const char*, const char* value, int run) {
+      add(value, kv.value, run, kv.value_head_dim, out);
     });
+  }
+  void prefetch(int begin, int end, Prefetcher& out) const {
+    for_each_run(begin, end, [&](const char* key, const char* value, int run) {
+      add(key, kv.key, run, kv.key_head_dim, out);
+      add(value, kv.value, run, kv.value_head_dim, out);
+    });
+  }
+
+ private:
+  template <class Cache>
+  void add(const char* row, const Cache& cache, int run, int dim, Prefetcher& out) const {
+    out.add(row + head_begin * cache.stride_head, run, cache.stride_token, head_end - head_begin,
+            cache.stride_head, dim * element_nbytes);
   }
 };

@@ -56,7 +56,8 @@ inline void fold_state(float* state, const float* later, int64_t num_floats) {
     store(state + i, fma(load(state + i), broadcast(a), mul(load(later + i), broadcast(b))));
 }
 
-// Normalises a state into a row of the result.
+// Normalises a state into a row of the result. Zeros come out positive: the sign of one may depend on whether
+// products that vanish were added, and so on what else was computed.
 template <class T>
 void finish_row(const float* state, int dim, T* out, float* lse) {
   const float total = state[1];
@@ -64,7 +65,8 @@ void finish_row(const float* state, int dim, T* out, float* lse) {
   const Vec factor = broadcast(1.0f / total);
   for (int i = 0; i < dim; i += 2 * kLanes) {
     const float* x = state + kStateHeader + i;
-    const Pair y = empty ? Pair{zero(), zero()} : Pair{mul(load(x), factor), mul(load(x + kLanes), factor)};
+    const Pair y = empty ? Pair{zero(), zero()}
+                         : Pair{fma(load(x), factor, zero()), fma(load(x + kLanes), factor, zero())};
     if (dim - i < 2 * kLanes) {
       store_pair(out + i, y, dim - i);
     } else {

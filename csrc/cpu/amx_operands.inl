@@ -1,0 +1,135 @@
+// Operands of the AMX kernels in memory, as tile registers want them: queries, keys, values, and what is the
+// same for few and for many rows. Included inside the namespace of one instruction set, after
+// attention_walk.inl, amx_tiles.inl and amx_weights.inl.
+//
+// Keys are the left operand of query . key, 16 tokens by kStepDims dims; values the right one of
+// weights . values, kStepTokens tokens by 16 dims, after their tokens have been paired.
+
+constexpr int kStepDims = 32;       // head dims of a query . key step: one row of a tile register
+constexpr int kTileElements = 512;  // bf16 elements of a whole tile register
+
+alignas(64) constexpr bf16 kZeroRow[256] = {};
+static_assert(kMaxHeadDim <= 256);
+
+constexpr int steps_of(int count, int step) { return (count + step - 1) / step; }
+
+// So many columns hold a block of rows: what divides kLanes.
+constexpr int columns_for(int num_rows) {
+  return num_rows <= 1 ? 1 : num_rows <= 2 ? 2 : num_rows <= 4 ? 4 : num_rows <= 8 ? 8 : 16;
+}
+
+// kStepDims elements of a row from i on; past `dim` there are zeros.
+inline __m512i load_dims(const char* row, int i, int dim) {
+  const bf16* x = reinterpret_cast<const bf16*>(row) + i;
+  return dim - i < kStepDims ? load32(x, dim - i) : load32(x);
+}
+
+// Up to kBlockRows rows of a head from `first` on, as right operands: a row of a tile register has two dims
+// of each of them. packed: [key_steps, 16, columns, 2]; columns without a row are zeros.
+inline void pack_queries(const AttentionParams& p, const AttentionTask& task, int head, int first,
+                         int num_rows, int columns, bf16* packed) {
+  const int group = p.num_q_heads / p.kv.num_kv_heads, dim = p.kv.key_head_dim;
+  const char* rows[kBlockRows];
+  int token = task.query_begin + first / group, g = first % group;
+  for (int r = 0; r < num_rows; r++) {
+    rows[r] = static_cast<const char*>(p.query) + token * p.query_stride_token +
+              (int64_t(task.head_begin + head) * group + g) * p.query_stride_head;
+    if (++g == group) g = 0, token++;
+  }
+  const __mmask16 kept = __mmask16((1u << columns) - 1);
+  for (int i = 0; i < dim; i += kStepDims, packed += 2 * kBlockRows * columns) {
+    __m512i x[kBlockRows];
+    for (int r = 0; r < kBlockRows; r++)
+      x[r] = r < num_rows ? load_dims(rows[r], i, dim) : _mm512_setzero_si512();
+    if (columns == 1) {  // a row is a column already
+      _mm512_store_si512(packed, x[0]);
+      continue;
+    }
+    transpose(x);
+    for (int k = 0; k < kBlockRows; k++) _mm512_mask_storeu_epi32(packed + 2 * k * columns, kept, x[k]);
+  }
+}
+
+// Copies of keys, tile register after tile register: [tokens / 16, key_steps, 16, kStepDims].
+inline void copy_keys(const char* const* rows, int64_t offset, int num_tokens, int dim, bf16* out) {
+  const int64_t group_elements = int64_t(steps_of(dim, kStepDims)) * kTileElements;
+  for (int t = 0; t < num_tokens; t++) {
+    bf16* x = out + t / 16 * group_elements + t % 16 * kStepDims;
+    for (int i = 0; i < dim; i += kStepDims, x += kTileElements)
+      _mm512_store_si512(x, load_dims(rows[t] + offset, i, dim));
+  }
+}
+
+// Values as right operands: a row of a tile register has two tokens of 16 dims. A 32-bit word of two tokens
+// falls out of unpacking, which gives a pair of tile registers for kStepDims dims and leaves those in pair
+// order.
+struct PairedValues {
+  bf16* base;
+  int64_t step_stride, dims_stride;  // elements to the next kStepTokens tokens, to the next kStepDims dims
+  int dim;
+
+  bf16* tiles(int step, int dims) const { return base + step * step_stride + dims * dims_stride; }
+
+  // A step's tokens; those from num_tokens on are zeros. each_pair() is called once per pair of tokens.
+  template <class F>
+  void fill(int step, const char* const* rows, int64_t offset, int num_tokens, F&& each_pair) const {
+    const auto row = [&](int token) {
+      return token < num_tokens ? rows[token] + offset : reinterpret_cast<const char*>(kZeroRow);
+    };
+    for (int t = 0; t < kStepTokens; t += 2) {
+      const char *x = row(t), *y = row(t + 1);
+      bf16* out = tiles(step, 0) + t * 16;
+      for (int i = 0; i < dim; i += kStepDims, out += dims_stride) {
+        const __m512i a = load_dims(x, i, dim), b = load_dims(y, i, dim);
+        _mm512_store_si512(out, _mm512_unpacklo_epi16(a, b));
+        _mm512_store_si512(out + kTileElements, _mm512_unpackhi_epi16(a, b));
+      }
+      each_pair();
+    }
+  }
+
+  // Whether no value of the tokens [begin, end) is infinite or NaN.
+  bool finite(int begin, int end) const {
+    const __m512i exponent = _mm512_set1_epi16(0x7f80);
+    __mmask32 found = 0;
+    for_each_vector(begin, end, [&](bf16* x, __mmask32 words) {
+      found |=
+          _mm512_mask_cmpeq_epi16_mask(words, _mm512_and_si512(_mm512_load_si512(x), exponent), exponent);
+    });
+    return found == 0;
+  }
+
+  void clear(int begin, int end) const {
+    for_each_vector(begin, end, [](bf16* x, __mmask32 words) {
+      _mm512_mask_storeu_epi16(x, words, _mm512_setzero_si512());
+    });
+  }
+
+ private:
+  // Calls f(vector, which of its 16-bit words are of the tokens [begin, end)).
+  template <class F>
+  void for_each_vector(int begin, int end, F&& f) const {
+    for (int t = begin / 2 * 2; t < end; t += 2) {
+      const __mmask32 words = (t < begin ? 0u : 0x55555555u) | (t + 1 < end ? 0xaaaaaaaau : 0u);
+      for (int i = 0; i < dim; i += kStepDims) {
+        bf16* x = tiles(t / kStepTokens, i / kStepDims) + t % kStepTokens * 16;
+        f(x, words);
+        f(x + kTileElements, words);
+      }
+    }
+  }
+};
+
+// Gives a block's rows their headers.
+inline void store_headers(const RowSums& sums, int num_rows, float* states, int64_t record) {
+  for (int row = 0; row < num_rows; row++, states += record) {
+    states[0] = sums.reference[row];
+    states[1] = sums.rounded[row];
+    states[2] = sums.exact[row];
+  }
+}
+
+// Whether weights of 0 would count, for lack of finite values among tokens that only some rows see.
+inline bool must_cut(const Sight& sight, const PairedValues& values, int num_tokens) {
+  return sight.least() < num_tokens && !values.finite(sight.least(), num_tokens);
+}
