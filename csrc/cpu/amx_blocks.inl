@@ -107,10 +107,10 @@ class BlockProducts {
       one.rows(at, next, tile);
       ask(next);
       copy_keys(tile.key, key_offset, next - at, p_.kv.key_head_dim,
-                keys_ + int64_t(at - begin) * key_steps_ * kStepDims);
+                keys_ + int64_t(at - begin) * key_steps_ * kStepDims, [] {});
       for (int t = 0; t < next - at; t += kStepTokens)
         values_.fill((at - begin + t) / kStepTokens, tile.value + t, value_offset, next - at - t,
-                     [&] { prefetcher.step(); });
+                     [&](int) { prefetcher.step(); });
     }
   }
 

@@ -5,8 +5,9 @@
 // Keys are the left operand of query . key, 16 tokens by kStepDims dims; values the right one of
 // weights . values, kStepTokens tokens by 16 dims, after their tokens have been paired.
 
-constexpr int kStepDims = 32;       // head dims of a query . key step: one row of a tile register
-constexpr int kTileElements = 512;  // bf16 elements of a whole tile register
+constexpr int kStepDims = 32;  // head dims of a query . key step: one row of a tile register
+constexpr int kTileRow = 32;   // bf16 elements of a row of a tile register
+constexpr int kTileElements = 16 * kTileRow;
 
 alignas(64) constexpr bf16 kZeroRow[256] = {};
 static_assert(kMaxHeadDim <= 256);
@@ -50,13 +51,17 @@ inline void pack_queries(const AttentionParams& p, const AttentionTask& task, in
   }
 }
 
-// Copies of keys, tile register after tile register: [tokens / 16, key_steps, 16, kStepDims].
-inline void copy_keys(const char* const* rows, int64_t offset, int num_tokens, int dim, bf16* out) {
+// Copies of keys, tile register after tile register: [tokens / 16, key_steps, 16, kStepDims]. Calls
+// meanwhile() after each token.
+template <class F>
+inline void copy_keys(const char* const* rows, int64_t offset, int num_tokens, int dim, bf16* out,
+                      F&& meanwhile) {
   const int64_t group_elements = int64_t(steps_of(dim, kStepDims)) * kTileElements;
   for (int t = 0; t < num_tokens; t++) {
     bf16* x = out + t / 16 * group_elements + t % 16 * kStepDims;
     for (int i = 0; i < dim; i += kStepDims, x += kTileElements)
       _mm512_store_si512(x, load_dims(rows[t] + offset, i, dim));
+    meanwhile();
   }
 }
 
@@ -70,21 +75,26 @@ struct PairedValues {
 
   bf16* tiles(int step, int dims) const { return base + step * step_stride + dims * dims_stride; }
 
-  // A step's tokens; those from num_tokens on are zeros. each_pair() is called once per pair of tokens.
+  // A step's tokens; those from num_tokens on are zeros. Calls meanwhile(t) after every pair of tokens t, t
+  // + 1.
   template <class F>
-  void fill(int step, const char* const* rows, int64_t offset, int num_tokens, F&& each_pair) const {
+  void fill(int step, const char* const* rows, int64_t offset, int num_tokens, F&& meanwhile) const {
     const auto row = [&](int token) {
       return token < num_tokens ? rows[token] + offset : reinterpret_cast<const char*>(kZeroRow);
     };
     for (int t = 0; t < kStepTokens; t += 2) {
       const char *x = row(t), *y = row(t + 1);
-      bf16* out = tiles(step, 0) + t * 16;
-      for (int i = 0; i < dim; i += kStepDims, out += dims_stride) {
-        const __m512i a = load_dims(x, i, dim), b = load_dims(y, i, dim);
+      bf16* out = tiles(step, 0) + t / 2 * kTileRow;
+      const auto pair = [&](__m512i a, __m512i b) {
         _mm512_store_si512(out, _mm512_unpacklo_epi16(a, b));
         _mm512_store_si512(out + kTileElements, _mm512_unpackhi_epi16(a, b));
-      }
-      each_pair();
+        out += dims_stride;
+      };
+      int left = dim;
+#pragma GCC unroll 4
+      for (; left >= kStepDims; left -= kStepDims, x += 64, y += 64) pair(load32(x), load32(y));
+      if (left > 0) pair(load32(x, left), load32(y, left));
+      meanwhile(t);
     }
   }
 
@@ -112,7 +122,7 @@ struct PairedValues {
     for (int t = begin / 2 * 2; t < end; t += 2) {
       const __mmask32 words = (t < begin ? 0u : 0x55555555u) | (t + 1 < end ? 0xaaaaaaaau : 0u);
       for (int i = 0; i < dim; i += kStepDims) {
-        bf16* x = tiles(t / kStepTokens, i / kStepDims) + t % kStepTokens * 16;
+        bf16* x = tiles(t / kStepTokens, i / kStepDims) + t % kStepTokens / 2 * kTileRow;
         f(x, words);
         f(x + kTileElements, words);
       }

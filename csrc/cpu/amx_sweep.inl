@@ -1,5 +1,5 @@
 // Attention on AMX tiles for up to kBlockRows rows of a KV head, for bf16: decode. All heads of a chunk go
-// together, tile by tile of keys and then of values, so that each block of the cache is one contiguous sweep.
+// together, step by step of keys and then of values, so that each block of the cache is one contiguous sweep.
 // Included inside the namespace of one instruction set, after amx_operands.inl.
 
 class SweepProducts {
@@ -18,9 +18,10 @@ class SweepProducts {
         // Keys are loaded from where they are if 16 of them lie at one stride.
         copies_keys_(p.kv.block_size % 16 != 0 || p.kv.key_head_dim % kStepDims != 0) {
     query_ = carver.take<bf16>(int64_t(num_heads_) * query_elements());
-    keys_ = carver.take<bf16>(copies_keys_ ? kTileTokens * key_steps_ * kStepDims : 0);
-    bf16* const values = carver.take<bf16>(int64_t(kTileTokens) * value_pairs_ * kStepDims);
-    values_ = {values, int64_t(value_pairs_) * 2 * kTileElements, 2 * kTileElements, p.kv.value_head_dim};
+    keys_ = carver.take<bf16>(copies_keys_ ? kStepTokens * key_steps_ * kStepDims : 0);
+    for (PairedValues& values : values_)
+      values = {carver.take<bf16>(int64_t(kStepTokens) * value_pairs_ * kStepDims), 0, 2 * kTileElements,
+                p.kv.value_head_dim};
     scores_ = carver.take<float>(int64_t(num_heads_) * kChunkTokens * columns_);
     weights_ = carver.take<bf16>(int64_t(num_heads_) * kChunkTokens * columns_);
   }
@@ -31,54 +32,49 @@ class SweepProducts {
   SweepProducts(const SweepProducts&) = delete;
   SweepProducts& operator=(const SweepProducts&) = delete;
 
-  void start(const PageWalk& walk, int first_key, int end_key) {
+  void start(const PageWalk&, int, int) {
     prefetcher_.clear();
-    walk.prefetch_keys(first_key, tile_end(first_key, end_key), prefetcher_);
     for (int head = 0; head < num_heads_; head++)
       pack_queries(p_, task_, head, 0, rows_.count, columns_, query_ + head * query_elements());
   }
 
-  void attend_chunk(const PageWalk& walk, int begin, int end, int end_key, float* states) {
+  void attend_chunk(const PageWalk& walk, int begin, int end, int, float* states) {
+    configure(rows_.count);
     TileRows tile;
-    // Goes on to the tile [at, next): what `ask` puts on the prefetcher's list is spread over num_steps for
-    // each head meanwhile.
-    const auto enter = [&](int at, int next, int num_steps, auto&& ask) {
+    // Goes on to tokens [at, next): what `ask` puts on the prefetcher's list is spread over num_calls of each
+    // head meanwhile.
+    const auto enter = [&](int at, int next, int num_calls, auto&& ask) {
       prefetcher_.drain();
       walk.rows(at, next, tile);
       prefetcher_.clear();
       ask();
-      prefetcher_.pace(num_heads_ * num_steps);
+      prefetcher_.pace(num_heads_ * num_calls);
     };
-    const auto ask_for_keys = [&](int from, int end) {
-      walk.prefetch_keys(from, tile_end(from, end), prefetcher_);
-    };
-    const auto ask_for_values = [&](int from) {
-      walk.prefetch_values(from, tile_end(from, end), prefetcher_);
-    };
-
     for (int at = begin, next; at < end; at = next) {
-      next = tile_end(at, end);
-      enter(at, next, key_steps_ * steps_of(next - at, 16),
-            [&] { next < end ? ask_for_keys(next, end) : ask_for_values(begin); });
+      next = step_end(at, end);
+      enter(at, next, kStepTokens, [&] {
+        // Keys that are not copied are read in an order that the hardware prefetches better by itself.
+        if (copies_keys_) walk.prefetch_keys(next, step_end(next, end), prefetcher_);
+      });
       for (int head = 0; head < num_heads_; head++) score(head, tile, at - begin);
     }
     const Sight sight(rows_.visible, 0, rows_.count, begin, end - begin);
-    for (int at = begin, next; at < end; at = next) {
-      next = tile_end(at, end);
-      const int weigh_steps = at == begin ? steps_of(end - begin, kStepTokens) : 0;
-      const int pair_steps = steps_of(next - at, kStepTokens) * kStepTokens / 2;
-      enter(at, next, weigh_steps * weigh_slots(columns_) + pair_steps,
-            [&] { next < end ? ask_for_values(next) : ask_for_keys(end, end_key); });
-      const Sight here(rows_.visible, 0, rows_.count, at, next - at);
-      for (int head = 0; head < num_heads_; head++) {
-        float* const state = states + head * rows_.count * record_;
-        if (at == begin) {
-          clear_states(state);
-          weigh_head(head, sight, weigh_steps, state);
-        }
-        add_values(head, tile, here, at - begin, next - at, state);
-      }
+    const int num_steps = steps_of(end - begin, kStepTokens);
+    enter(end, end, num_steps * weigh_slots(columns_),
+          [&] { walk.prefetch_values(begin, step_end(begin, end), prefetcher_); });
+    for (int head = 0; head < num_heads_; head++) {
+      float* const state = states + head * rows_.count * record_;
+      clear_states(state);
+      weigh_head(head, sight, num_steps, state);
     }
+    for (int at = begin, next; at < end; at = next) {
+      next = step_end(at, end);
+      enter(at, next, kStepTokens / 2, [&] { walk.prefetch_values(next, step_end(next, end), prefetcher_); });
+      const Sight here(rows_.visible, 0, rows_.count, at, next - at);
+      for (int head = 0; head < num_heads_; head++)
+        add_values(head, tile, here, at - begin, states + head * rows_.count * record_);
+    }
+    pending_.finish();
   }
 
  private:
@@ -86,8 +82,8 @@ class SweepProducts {
   // clang-format off
   enum TileUse {
     kScoresA, kScoresB, kQuery,
-    kLeft, kRight,
-    kWeightsA, kWeightsB, kSums,
+    kKeysA, kKeysB, kValues,
+    kWeights, kSums,
   };
   // clang-format on
 
@@ -96,21 +92,23 @@ class SweepProducts {
     if (num_rows == configured_rows_) return;
     TileConfig config;
     for (int tile = kScoresA; tile <= kQuery; tile++) config.set(tile, 16, columns_ * 4);
-    for (int tile = kLeft; tile <= kRight; tile++) config.set(tile, 16, 64);
-    for (int tile = kWeightsA; tile <= kSums; tile++) config.set(tile, num_rows, 64);
+    for (int tile = kKeysA; tile <= kValues; tile++) config.set(tile, 16, 64);
+    for (int tile = kWeights; tile <= kSums; tile++) config.set(tile, num_rows, 64);
     load_tile_config(config);
     configured_rows_ = num_rows;
   }
+
+  static int step_end(int begin, int end) { return end - begin > kStepTokens ? begin + kStepTokens : end; }
 
   int64_t query_elements() const { return int64_t(key_steps_) * 2 * kBlockRows * columns_; }
   float* scores_of(int head) const { return scores_ + int64_t(head) * kChunkTokens * columns_; }
   bf16* weights_of(int head) const { return weights_ + int64_t(head) * kChunkTokens * columns_; }
 
-  // scores[token][column] = query row . key, for whole 16s of the tile's tokens.
+  // scores[token][column] = query row . key, for whole 16s of a step's tokens.
   void score(int head, const TileRows& tile, int token) {
-    configure(rows_.count);
     const int64_t offset = int64_t(task_.head_begin + head) * p_.kv.key.stride_head;
-    if (copies_keys_) copy_keys(tile.key, offset, tile.num_tokens, p_.kv.key_head_dim, keys_);
+    if (copies_keys_)
+      copy_keys(tile.key, offset, tile.num_tokens, p_.kv.key_head_dim, keys_, [&] { prefetcher_.step(); });
     const int64_t key_stride = copies_keys_ ? 64 : p_.kv.key.stride_token;
     const int64_t step_nbytes = copies_keys_ ? kTileElements * sizeof(bf16) : 64;
     const auto keys_at = [&](int t) {
@@ -118,29 +116,23 @@ class SweepProducts {
                  ? reinterpret_cast<const char*>(keys_ + int64_t(t / 16) * key_steps_ * kTileElements)
                  : tile.key[t] + offset;
     };
+    const bool two = tile.num_tokens > 16;
+    const char *const a = keys_at(0), *const b = two ? keys_at(16) : a;
     const bf16* const query = query_ + head * query_elements();
     const int64_t query_stride = columns_ * 4;
-    float* const scores = scores_of(head) + token * columns_;
-    for (int t = 0; t < tile.num_tokens; t += 32) {
-      const bool two = t + 16 < tile.num_tokens;
-      const char* const first = keys_at(t);
-      const char* const second = two ? keys_at(t + 16) : first;
-      clear_tile<kScoresA>();
-      clear_tile<kScoresB>();
-      for (int step = 0; step < key_steps_; step++) {
-        load_tile<kQuery>(query + step * 2 * kBlockRows * columns_, query_stride);
-        load_tile<kLeft>(first + step * step_nbytes, key_stride);
-        multiply_bf16<kScoresA, kLeft, kQuery>();
-        prefetcher_.step();
-        if (two) {
-          load_tile<kRight>(second + step * step_nbytes, key_stride);
-          multiply_bf16<kScoresB, kRight, kQuery>();
-          prefetcher_.step();
-        }
-      }
-      store_tile<kScoresA>(scores + t * columns_, query_stride);
-      if (two) store_tile<kScoresB>(scores + (t + 16) * columns_, query_stride);
+    clear_tile<kScoresA>();
+    clear_tile<kScoresB>();
+    for (int step = 0; step < key_steps_; step++) {
+      load_tile<kQuery>(query + step * 2 * kBlockRows * columns_, query_stride);
+      load_tile<kKeysA>(a + step * step_nbytes, key_stride);
+      multiply_bf16<kScoresA, kKeysA, kQuery>();
+      if (!two) continue;
+      load_tile<kKeysB>(b + step * step_nbytes, key_stride);
+      multiply_bf16<kScoresB, kKeysB, kQuery>();
     }
+    float* const scores = scores_of(head) + token * columns_;
+    store_tile<kScoresA>(scores, query_stride);
+    if (two) store_tile<kScoresB>(scores + 16 * columns_, query_stride);
   }
 
   void weigh_head(int head, const Sight& sight, int num_steps, float* states) {
@@ -161,43 +153,64 @@ class SweepProducts {
     store_headers(sums, rows_.count, states, record_);
   }
 
-  // Adds weights . values of a tile to the rows' sums.
-  void add_values(int head, const TileRows& tile, const Sight& sight, int token, int num_tokens,
-                  float* states) {
-    const int64_t offset = int64_t(task_.head_begin + head) * p_.kv.value.stride_head;
-    const int num_steps = steps_of(num_tokens, kStepTokens);
-    for (int step = 0; step < num_steps; step++)
-      values_.fill(step, tile.value + step * kStepTokens, offset, num_tokens - step * kStepTokens,
-                   [&] { prefetcher_.step(); });
+  // weights . values of a step, to be added to the sums of some rows, 16 dims at a time.
+  struct ValueWork {
+    const bf16 *weights, *values;
+    float* sums;
+    int64_t record;
+    int dims_left, all_dims;
+
+    void next() {
+      if (dims_left == 0) return;
+      if (dims_left == all_dims) load_tile<kWeights>(weights, 64);
+      load_tile<kSums>(sums, record * sizeof(float));
+      load_tile<kValues>(values, 64);
+      multiply_bf16<kSums, kWeights, kValues>();
+      store_tile<kSums>(sums, record * sizeof(float));
+      sums += 16;
+      values += kTileElements;
+      dims_left--;
+    }
+
+    void finish() {
+      while (dims_left > 0) next();
+    }
+  };
+
+  // Of rows [begin, end).
+  ValueWork value_work(const PairedValues& values, const bf16* weights, int begin, int end, float* states) {
+    configure(end - begin);
+    return {weights + begin * kStepTokens,
+            values.base,
+            states + begin * record_ + kStateHeader,
+            record_,
+            2 * value_pairs_,
+            2 * value_pairs_};
+  }
+
+  // Pairs a head's values of a step while those of the head before are multiplied: what has just been stored
+  // cannot be loaded into a tile register at once.
+  void add_values(int head, const TileRows& tile, const Sight& sight, int token, float* states) {
+    turn_ ^= 1;
+    const PairedValues& values = values_[turn_];
+    values.fill(0, tile.value, int64_t(task_.head_begin + head) * p_.kv.value.stride_head, tile.num_tokens,
+                [&](int t) {
+                  prefetcher_.step();
+                  if (t % 4 == 0) pending_.next();
+                });
+    pending_.finish();
     const bf16* const weights = weights_of(head) + token * columns_;
-    if (!must_cut(sight, values_, num_tokens)) return multiply(weights, num_steps, 0, rows_.count, states);
+    if (!must_cut(sight, values, tile.num_tokens)) {
+      pending_ = value_work(values, weights, 0, rows_.count, states);
+      return;
+    }
     sight.for_each_run([&](int begin, int end) {
       const int seen = sight.seen[begin];
       if (seen == 0) return;
-      values_.clear(seen, num_tokens);
-      multiply(weights, num_steps, begin, end, states);
+      values.clear(seen, tile.num_tokens);
+      value_work(values, weights, begin, end, states).finish();
     });
-  }
-
-  // Rows [begin, end).
-  void multiply(const bf16* weights, int num_steps, int begin, int end, float* states) {
-    configure(end - begin);
-    weights += begin * kStepTokens;
-    load_tile<kWeightsA>(weights, 64);
-    if (num_steps == 2) load_tile<kWeightsB>(weights + columns_ * kStepTokens, 64);
-    const int64_t stride = record_ * sizeof(float);
-    float* sums = states + begin * record_ + kStateHeader;
-    for (int i = 0; i < 2 * value_pairs_; i++, sums += 16) {
-      const bf16* const values = values_.tiles(0, 0) + i * kTileElements;
-      load_tile<kSums>(sums, stride);
-      load_tile<kLeft>(values, 64);
-      multiply_bf16<kSums, kWeightsA, kLeft>();
-      if (num_steps == 2) {
-        load_tile<kRight>(values + values_.step_stride, 64);
-        multiply_bf16<kSums, kWeightsB, kRight>();
-      }
-      store_tile<kSums>(sums, stride);
-    }
+    configure(rows_.count);
   }
 
   void clear_states(float* states) const {
@@ -212,10 +225,11 @@ class SweepProducts {
   const bool copies_keys_;
   int configured_rows_ = 0;
   Prefetcher prefetcher_;
-  bf16* query_;          // [heads, key_steps, 16, columns, 2]
-  bf16* keys_;           // of a tile, copied
-  PairedValues values_;  // of a tile
-  float* scores_;        // [heads, kChunkTokens, columns]
-  bf16* weights_;        // [heads, kChunkSteps, columns, kStepTokens]
+  bf16* query_;             // [heads, key_steps, 16, columns, 2]
+  bf16* keys_;              // of a step, copied
+  PairedValues values_[2];  // of a step, by turns
+  int turn_ = 0;
+  ValueWork pending_{};
+  float* scores_;  // [heads, kChunkTokens, columns]
+  bf16* weights_;  // [heads, kChunkSteps, columns, kStepTokens]
 };
-static_assert(kTileTokens == 2 * kStepTokens);

@@ -60,11 +60,13 @@ class Prefetcher {
     int64_t nbytes;
   };
 
-  void lines(int count) {
-    for (int i = 0; i < count && at_ != end_; i++) {
-      __builtin_prefetch(at_, 0, 2);  // into L2
-      at_ += 64;
-      if (at_ >= end_) next();
+  void lines(int64_t count) {
+    while (count > 0 && at_ != end_) {
+      const int64_t left = (end_ - at_ + 63) / 64, here = count < left ? count : left;
+      for (int64_t i = 0; i < here; i++) __builtin_prefetch(at_ + i * 64, 0, 2);  // into L2
+      at_ += here * 64;
+      count -= here;
+      if (here == left) next();
     }
   }
 
