@@ -98,7 +98,7 @@ class BlockProducts {
     const auto ask = [&](int at) {
       prefetcher.clear();
       one.prefetch(at, tile_end(at, end), prefetcher);
-      prefetcher.pace(kTileTokens / 2);
+      prefetcher.pace(kStepTokens / 2);
     };
     ask(begin);
     for (int at = begin, next; at < end; at = next) {
@@ -108,9 +108,8 @@ class BlockProducts {
       ask(next);
       copy_keys(tile.key, key_offset, next - at, p_.kv.key_head_dim,
                 keys_ + int64_t(at - begin) * key_steps_ * kStepDims, [] {});
-      for (int t = 0; t < next - at; t += kStepTokens)
-        values_.fill((at - begin + t) / kStepTokens, tile.value + t, value_offset, next - at - t,
-                     [&](int) { prefetcher.step(); });
+      values_.fill((at - begin) / kStepTokens, tile.value, value_offset, next - at,
+                   [&](int) { prefetcher.step(); });
     }
   }
 

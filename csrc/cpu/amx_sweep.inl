@@ -51,25 +51,25 @@ class SweepProducts {
       prefetcher_.pace(num_heads_ * num_calls);
     };
     for (int at = begin, next; at < end; at = next) {
-      next = step_end(at, end);
+      next = tile_end(at, end);
       enter(at, next, kStepTokens, [&] {
         // Keys that are not copied are read in an order that the hardware prefetches better by itself.
-        if (copies_keys_) walk.prefetch_keys(next, step_end(next, end), prefetcher_);
+        if (copies_keys_) walk.prefetch_keys(next, tile_end(next, end), prefetcher_);
       });
       for (int head = 0; head < num_heads_; head++) score(head, tile, at - begin);
     }
     const Sight sight(rows_.visible, 0, rows_.count, begin, end - begin);
     const int num_steps = steps_of(end - begin, kStepTokens);
     enter(end, end, num_steps * weigh_slots(columns_),
-          [&] { walk.prefetch_values(begin, step_end(begin, end), prefetcher_); });
+          [&] { walk.prefetch_values(begin, tile_end(begin, end), prefetcher_); });
     for (int head = 0; head < num_heads_; head++) {
       float* const state = states + head * rows_.count * record_;
       clear_states(state);
       weigh_head(head, sight, num_steps, state);
     }
     for (int at = begin, next; at < end; at = next) {
-      next = step_end(at, end);
-      enter(at, next, kStepTokens / 2, [&] { walk.prefetch_values(next, step_end(next, end), prefetcher_); });
+      next = tile_end(at, end);
+      enter(at, next, kStepTokens / 2, [&] { walk.prefetch_values(next, tile_end(next, end), prefetcher_); });
       const Sight here(rows_.visible, 0, rows_.count, at, next - at);
       for (int head = 0; head < num_heads_; head++)
         add_values(head, tile, here, at - begin, states + head * rows_.count * record_);
@@ -97,8 +97,6 @@ class SweepProducts {
     load_tile_config(config);
     configured_rows_ = num_rows;
   }
-
-  static int step_end(int begin, int end) { return end - begin > kStepTokens ? begin + kStepTokens : end; }
 
   int64_t query_elements() const { return int64_t(key_steps_) * 2 * kBlockRows * columns_; }
   float* scores_of(int head) const { return scores_ + int64_t(head) * kChunkTokens * columns_; }
@@ -233,3 +231,4 @@ class SweepProducts {
   float* scores_;  // [heads, kChunkTokens, columns]
   bf16* weights_;  // [heads, kChunkSteps, columns, kStepTokens]
 };
+static_assert(kTileTokens == kStepTokens);

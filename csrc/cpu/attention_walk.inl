@@ -1,9 +1,9 @@
-// Attention over a paged cache: decode, verification of several tokens and prefill are one walk over tiles.
+// Attention over a paged cache: decode, verification of several tokens and prefill are one walk over chunks.
 // Included inside the namespace of one instruction set, after softmax.inl and page_walk.inl.
 //
-// What happens to a row in a tile of kTileTokens keys, and the order of tiles and chunks, is the same
-// whatever else a task computes; so a row's bits do not depend on the batch, the threads, the block size
-// or how a prompt was cut. The arithmetic on a tile is a parameter, `Products`:
+// What happens to a row in a chunk, which is taken in tiles of kTileTokens keys, and the order of chunks is
+// the same whatever else a task computes; so a row's bits do not depend on the batch, the threads, the block
+// size or how a prompt was cut. The arithmetic on a chunk is a parameter, `Products`:
 //
 //   Products(params, task, rows, carver)   takes its working memory from the carver
 //   void start(walk, first_key, end_key)   once per task, before its first chunk

@@ -18,7 +18,7 @@ namespace paged_ops::cpu {
 // Keys are cut by position: chunks are what tasks may share out, tiles what a kernel takes at a time.
 // A row's arithmetic depends on this grid and on its own length only.
 constexpr int kChunkTokens = 512;
-constexpr int kTileTokens = 64;
+constexpr int kTileTokens = 32;
 
 // A chunk's state for one row: [reference, sum, exact sum, unused ..., value_head_dim sums in the kernel's
 // own order], as softmax.inl says.

@@ -98,8 +98,7 @@ class Prefetcher {
   int piece_, num_pieces_;
   int64_t num_lines_;  // of all pieces
   int lines_per_step_ = 4;
-  Piece
-      pieces_[2 * kTileTokens + 2];  // keys and values of a tile, each in a block of its own, and two others
+  Piece pieces_[2 * kTileTokens];  // keys and values of a tile, each in a block of its own
 };
 
 struct PageWalk {
