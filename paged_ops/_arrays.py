@@ -5,6 +5,7 @@ The hot path does not come here: it reads tensors through the DLPack C exchange 
 
 from __future__ import annotations
 
+import functools
 import sys
 from typing import Any
 
@@ -43,13 +44,15 @@ def dtype_name(dtype: Any) -> str:
 
 def empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
     """An uninitialised array of the kind of ``like`` and on its device."""
+    torch = sys.modules.get("torch")
+    if torch is not None and isinstance(like, torch.Tensor):
+        wanted = getattr(torch, dtype)
+        if type(like) is torch.Tensor and like.dtype is wanted:
+            return like.new_empty(shape)
+        return torch.empty(shape, dtype=wanted, device=like.device)
     if isinstance(like, np.ndarray):
         return np.empty(shape, numpy_dtype(dtype))
     kind = _module_of(like)
-    if "torch" in sys.modules:
-        torch = sys.modules["torch"]
-        if isinstance(like, torch.Tensor):
-            return torch.empty(shape, dtype=getattr(torch, dtype), device=like.device)
     if kind == "cupy":
         cupy = sys.modules["cupy"]
         with like.device:
@@ -61,9 +64,14 @@ def empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
     )
 
 
+@functools.cache
+def _increment_version() -> Any:
+    return sys.modules["torch"].autograd.graph.increment_version
+
+
 def count_writes(*tensors: Any) -> None:
     """Bump the version counters of torch tensors that an op has written, where torch keeps them."""
-    increment = sys.modules["torch"].autograd.graph.increment_version
+    increment = _increment_version()
     try:
         increment(tensors)
     except RuntimeError:  # inference tensors among them, which keep none

@@ -236,15 +236,16 @@ class _TracedOps:
         return key, value, cu_seqlens
 
 
-# Looked up once: every eager call asks.
-_is_compiling = torch.compiler.is_compiling
+# Looked up once, and the cheapest that tell: every eager call asks. What else sets `torch.compiler`'s flag,
+# such as torch.export without dynamo, traces through dispatch modes.
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _num_dispatch_modes = torch._C._len_torch_dispatch_stack
-_jit_tracing_state = torch._C._get_tracing_state
+_is_jit_tracing = torch._C._is_tracing
 
 
 def _tracing() -> bool:
     """Whether somebody records ops instead of only running them: dynamo, a dispatch mode, torch.jit.trace."""
-    return _is_compiling() or _num_dispatch_modes() != 0 or _jit_tracing_state() is not None
+    return _is_dynamo_compiling() or _num_dispatch_modes() != 0 or _is_jit_tracing()
 
 
 ops._torch_ops = _TracedOps

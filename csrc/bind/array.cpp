@@ -29,20 +29,29 @@ const dlpack::ExchangeApi* exchange_api_of(PyTypeObject* type) {
   return reinterpret_cast<const dlpack::ExchangeApi*>(header);
 }
 
+struct KnownTypes {
+  std::array<KnownType, 16> list;
+  size_t count = 0;
+
+  const KnownType* find(PyTypeObject* type) const {
+    for (size_t i = 0; i < count; i++)
+      if (list[i].type == type) return &list[i];
+    return nullptr;
+  }
+} known_types;
+
+// Null for a type without the exchange API: it takes the capsule path, where one more attribute look-up
+// does not show.
 const KnownType* known_type(PyTypeObject* type) {
-  static std::array<KnownType, 16> known;
-  static size_t count = 0;
-  for (size_t i = 0; i < count; i++)
-    if (known[i].type == type) return known[i].api ? &known[i] : nullptr;
-  // NumPy arrays never get here; a type without the exchange API takes the capsule path, where one
-  // more attribute look-up does not show.
+  if (const KnownType* found = known_types.find(type)) return found;
   KnownType entry{type, exchange_api_of(type)};
   if (!entry.api) return nullptr;
   entry.has_autograd = py::hasattr(reinterpret_cast<PyObject*>(type), "requires_grad");
-  if (count == known.size()) return nullptr;  // somebody makes types as they go: by their capsules, then
+  auto& [list, count] = known_types;
+  if (count == list.size()) return nullptr;  // somebody makes types as they go: by their capsules, then
   Py_INCREF(type);
-  known[count] = entry;
-  return &known[count++];
+  list[count] = entry;
+  return &list[count++];
 }
 
 dlpack::DataType numpy_type(py::handle object) {
@@ -92,6 +101,7 @@ py::module_ arrays_module() { return py::module_::import("paged_ops._arrays"); }
 Array::Array(py::handle object, const char* name, Use use) : name_(name), object_(object) {
   try {
     load(object);
+    measure();
     require_valid(use);
   } catch (...) {  // no destructor runs for what was not constructed
     release();
@@ -107,8 +117,10 @@ void Array::release() {
 }
 
 void Array::load(py::handle object) {
-  if (py::isinstance<py::array>(object)) return view_numpy(object);
-  if (const KnownType* known = known_type(Py_TYPE(object.ptr()))) {
+  PyTypeObject* type = Py_TYPE(object.ptr());
+  const KnownType* known = known_types.find(type);
+  if (!known && py::isinstance<py::array>(object)) return view_numpy(object);
+  if (known || (known = known_type(type))) {
     dlpack::Tensor tensor;
     if (known->api->tensor_from_py_object_no_sync(object.ptr(), &tensor))
       fail_to_read(name_, py::error_already_set());
@@ -210,10 +222,13 @@ void Array::require_valid(Use use) const {
   }
 }
 
-int64_t Array::size() const {
-  int64_t size = 1;
-  for (int i = 0; i < ndim_; i++) size *= shape_[i];
-  return size;
+void Array::measure() {
+  int64_t last = 0;
+  for (int i = 0; i < ndim_; i++) {
+    size_ *= shape_[i];
+    last += (shape_[i] - 1) * stride_[i];
+  }
+  end_ = size_ == 0 || !data_ ? begin() : begin() + (last + 1) * itemsize();
 }
 
 std::string Array::dtype_name() const {
@@ -296,13 +311,6 @@ void Array::require_same_device(const Array& other) const {
   const auto a = device_, b = other.device_;
   PAGED_OPS_REQUIRE(a.device_type == b.device_type && a.device_id == b.device_id, name_, ": is on ",
                     device_name(), ", wanted ", other.device_name(), " as ", other.name_);
-}
-
-const char* Array::end() const {
-  if (size() == 0) return begin();
-  int64_t last = 0;
-  for (int i = 0; i < ndim_; i++) last += (shape_[i] - 1) * stride_[i];
-  return begin() + (last + 1) * itemsize();
 }
 
 namespace {
@@ -409,8 +417,15 @@ void* current_stream(const Array& array) {
   return reinterpret_cast<void*>(number);
 }
 
-py::object empty_like(const Array& like, const std::vector<int64_t>& shape, const char* dtype_name) {
-  return arrays_module().attr("empty")(like.object(), py::tuple(py::cast(shape)), dtype_name);
+py::object empty_like(const Array& like, std::initializer_list<int64_t> shape, const char* dtype_name) {
+  static PyObject* empty = py::object(arrays_module().attr("empty")).release().ptr();
+  py::tuple extents(shape.size());
+  for (size_t i = 0; i < shape.size(); i++) extents[i] = py::int_(shape.begin()[i]);
+  const py::str dtype(dtype_name);
+  PyObject* arguments[] = {like.object().ptr(), extents.ptr(), dtype.ptr()};
+  PyObject* made = PyObject_Vectorcall(empty, arguments, 3, nullptr);
+  if (!made) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(made);
 }
 
 }  // namespace paged_ops::bind

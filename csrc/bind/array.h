@@ -41,7 +41,7 @@ class Array {
   int64_t stride(int dim) const { return stride_[dim]; }  // in elements
   int64_t stride_nbytes(int dim) const { return stride_[dim] * itemsize(); }
   int itemsize() const { return type_.bits * type_.lanes / 8; }
-  int64_t size() const;
+  int64_t size() const { return size_; }
   dlpack::Device device() const { return device_; }
 
   std::string dtype_name() const;
@@ -62,7 +62,7 @@ class Array {
 
   // First and one-past-last byte that the view can touch.
   const char* begin() const { return static_cast<const char*>(data_); }
-  const char* end() const;
+  const char* end() const { return end_; }
   void require_no_overlap(const Array& other) const;
 
  private:
@@ -70,6 +70,7 @@ class Array {
   void view(const dlpack::Tensor& tensor);
   void view_numpy(py::handle object);
   void view_capsule(py::handle object);
+  void measure();
   void require_valid(Use use) const;
   void release();
 
@@ -77,6 +78,8 @@ class Array {
   py::handle object_;
   void* data_ = nullptr;
   int ndim_ = 0;
+  int64_t size_ = 1;
+  const char* end_ = nullptr;
   dlpack::DataType type_{};
   dlpack::Device device_{};
   bool readonly_ = false;
@@ -103,6 +106,6 @@ void count_writes(std::initializer_list<const Array*> arrays);
 void* current_stream(const Array& array);
 
 // A new uninitialised array of the same kind and on the same device as `like`.
-py::object empty_like(const Array& like, const std::vector<int64_t>& shape, const char* dtype_name);
+py::object empty_like(const Array& like, std::initializer_list<int64_t> shape, const char* dtype_name);
 
 }  // namespace paged_ops::bind

@@ -131,7 +131,7 @@ py::object attention(py::handle query_in, py::handle key_cache_in, py::handle va
   require_apart({&out, given(lse), given(workspace)},
                 {&query, &key_cache, &value_cache, &block_tables, &seq_lens, given(cu_seqlens_q)});
   if (p.num_tokens > 0) {
-    py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     backend.attention(p, context);
   }
   if (recording) count_writes({&out, given(lse)});

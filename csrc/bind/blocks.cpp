@@ -78,7 +78,10 @@ void require_distinct(const std::vector<std::unique_ptr<Array>>& caches) {
 
 }  // namespace
 
-void copy_blocks(const py::sequence& caches_in, py::handle block_pairs_in, bool check) {
+void copy_blocks(py::handle sequence, py::handle block_pairs_in, bool check) {
+  if (!PySequence_Check(sequence.ptr()))
+    fail<TypeError>("caches: is a ", Py_TYPE(sequence.ptr())->tp_name, ", wanted a list of tensors");
+  const auto caches_in = py::reinterpret_borrow<py::sequence>(sequence);
   PAGED_OPS_REQUIRE(caches_in.size() > 0, "caches: is empty, wanted at least one tensor");
   std::deque<std::string> names;
   std::vector<std::unique_ptr<Array>> caches;
@@ -121,7 +124,7 @@ void copy_blocks(const py::sequence& caches_in, py::handle block_pairs_in, bool 
   const Context context = context_for(first, check);
   if (p.num_pairs == 0 || first.size() == 0) return;
   {
-    py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     backend.block_copy(p, context);
   }
   if (recording)
@@ -162,7 +165,7 @@ void swap_blocks(py::handle source_in, py::handle destination_in, py::handle blo
   const Context context = context_for(device_side, true);
   if (p.num_pairs == 0 || source.size() == 0 || destination.size() == 0) return;
   {
-    py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     backend.block_swap(p, context);
   }
   if (recording) count_writes({&destination});

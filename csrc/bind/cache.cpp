@@ -55,7 +55,7 @@ void write_kv_cache(py::handle key_in, py::handle value_in, py::handle key_cache
   const Context context = context_for(key_cache, check);
   if (p.num_tokens == 0) return;
   {
-    py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     backend.cache_write(p, context);
   }
   if (recording) count_writes({&key_cache, &value_cache});
@@ -125,7 +125,7 @@ py::tuple gather_kv_cache(py::handle key_cache_in, py::handle value_cache_in, py
   const Backend& backend = backend_for(key_cache);
   const Context context = context_for(key_cache, check);
   {
-    py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     backend.gather(p, context);
   }
   if (recording) count_writes({&key, &value});

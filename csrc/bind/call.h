@@ -6,6 +6,18 @@
 
 namespace paged_ops::bind {
 
+// Lets other Python threads run while it lives. pybind11's own also looks its internals up, twice.
+class WithoutGil {
+ public:
+  WithoutGil() : state_(PyEval_SaveThread()) {}
+  ~WithoutGil() { PyEval_RestoreThread(state_); }
+  WithoutGil(const WithoutGil&) = delete;
+  WithoutGil& operator=(const WithoutGil&) = delete;
+
+ private:
+  PyThreadState* state_;
+};
+
 // The backend that serves tensors on this array's device, or a ValueError that says what was built.
 const Backend& backend_for(const Array& array);
 

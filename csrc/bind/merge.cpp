@@ -86,7 +86,7 @@ py::tuple merge_attention_states(py::handle out_a_in, py::handle lse_a_in, py::h
   const Backend& backend = backend_for(out_a);
   const Context context = context_for(out_a, false);
   if (out_a.size() > 0) {
-    py::gil_scoped_release no_gil;
+    const WithoutGil no_gil;
     backend.merge_states(p, context);
   }
   if (recording) count_writes({&out, &lse});

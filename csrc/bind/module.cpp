@@ -1,6 +1,7 @@
 // The Python module: functions, errors, and what this build holds.
 #include <pybind11/stl.h>
 
+#include "bind/function.h"
 #include "bind/ops.h"
 #include "core/check.h"
 #include "core/support.h"
@@ -41,6 +42,26 @@ const Backend& backend_named(const std::string& device) {
   fail("device: is ", device, ", which this build has no backend for");
 }
 
+void set_python_error() noexcept {
+  try {
+    throw;
+  } catch (py::error_already_set& error) {
+    error.restore();
+  } catch (const py::builtin_exception& error) {
+    error.set_error();
+  } catch (const ValueError& error) {
+    PyErr_SetString(PyExc_ValueError, error.what());
+  } catch (const TypeError& error) {
+    PyErr_SetString(PyExc_TypeError, error.what());
+  } catch (const std::bad_alloc&) {
+    PyErr_NoMemory();
+  } catch (const std::exception& error) {
+    PyErr_SetString(PyExc_RuntimeError, error.what());
+  } catch (...) {
+    PyErr_SetString(PyExc_RuntimeError, "an exception of an unknown type");
+  }
+}
+
 PYBIND11_MODULE(PAGED_OPS_MODULE, m) {
   m.doc() = "Native paged-attention ops. Call them through paged_ops, which documents them.";
 
@@ -54,13 +75,17 @@ PYBIND11_MODULE(PAGED_OPS_MODULE, m) {
     }
   });
 
-  m.def("attention", &attention);
+  static PyMethodDef ops[] = {
+      method<&attention>("attention"),
+      method<&write_kv_cache>("write_kv_cache"),
+      method<&gather_kv_cache>("gather_kv_cache"),
+      method<&copy_blocks>("copy_blocks"),
+      method<&swap_blocks>("swap_blocks"),
+      method<&merge_attention_states>("merge_attention_states"),
+      {nullptr, nullptr, 0, nullptr},
+  };
+  if (PyModule_AddFunctions(m.ptr(), ops) != 0) throw py::error_already_set();
   m.def("attention_workspace_nbytes", &attention_workspace_nbytes);
-  m.def("write_kv_cache", &write_kv_cache);
-  m.def("gather_kv_cache", &gather_kv_cache);
-  m.def("copy_blocks", &copy_blocks);
-  m.def("swap_blocks", &swap_blocks);
-  m.def("merge_attention_states", &merge_attention_states);
   m.def("refusal", &refusal_text);
 
 #if defined(PAGED_OPS_EMULATED)

@@ -22,7 +22,7 @@ void write_kv_cache(py::handle key, py::handle value, py::handle key_cache, py::
 py::tuple gather_kv_cache(py::handle key_cache, py::handle value_cache, py::handle block_tables,
                           py::handle seq_lens, py::object key_out, py::object value_out,
                           py::object num_tokens, bool check);
-void copy_blocks(const py::sequence& caches, py::handle block_pairs, bool check);
+void copy_blocks(py::handle caches, py::handle block_pairs, bool check);
 void swap_blocks(py::handle source, py::handle destination, py::handle block_pairs);
 py::tuple merge_attention_states(py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_b,
                                  py::object out, py::object lse);

@@ -10,7 +10,8 @@ import pytest
 from test_bad_input import Call, decode, each_argument, invoke, require_refused, varlen
 
 import paged_ops
-from paged_ops.testing.backends import HostOps
+from paged_ops import _backend
+from paged_ops.testing.backends import HostOps, Target
 
 
 @pytest.mark.parametrize("dtype", ["clongdouble", "complex64", "longdouble"])
@@ -79,3 +80,16 @@ def test_an_interrupt_inside_an_exporter_stays_one(ops: HostOps) -> None:
     call.arguments["query"] = Interrupted()
     with pytest.raises(KeyboardInterrupt):
         invoke(ops, call)
+
+
+def test_the_native_functions_count_their_arguments(target: Target) -> None:
+    """They are called without a dispatcher that would."""
+    with target.use():
+        module = _backend.module
+        for name in ("attention", "write_kv_cache", "gather_kv_cache", "copy_blocks", "swap_blocks"):
+            with pytest.raises(TypeError, match="got 1 arguments, wanted "):
+                getattr(module, name)(None)
+        with pytest.raises(TypeError, match="^caches: is a int, wanted a list"):
+            module.copy_blocks(5, None, True)
+        with pytest.raises(TypeError, match="keyword"):
+            module.swap_blocks(source=None)

@@ -309,6 +309,21 @@ def test_an_old_tracer_records_the_ops(target: Target) -> None:
         assert torch.equal(make_fx(call)(x.query)(x.query), wanted)
 
 
+@pytest.mark.parametrize("strict", [False, True], ids=["by dispatch modes", "by dynamo"])
+def test_an_exported_program_holds_the_op(target: Target, strict: bool) -> None:
+    x = tensors_of(CASE, target)
+    arguments = x.query, x.key_cache, x.value_cache, x.block_tables, x.seq_lens
+
+    class Layer(torch.nn.Module):
+        def forward(self, *tensors: Any) -> Any:
+            return paged_ops.paged_attention_decode(*tensors) * 1
+
+    with target.use():
+        program = torch.export.export(Layer(), arguments, strict=strict)
+        assert "paged_ops.attention" in str(program.graph)
+        assert torch.equal(program.module()(*arguments), Layer()(*arguments))
+
+
 def test_writes_are_counted_while_gradients_are_recorded(target: Target) -> None:
     """A backward that needs what a cache held before it was written says so instead of being wrong."""
     cache = torch.ones(2, 4, 1, 8, device=target.device)
