@@ -1,9 +1,6 @@
 // Reading tensors of every framework without linking any of them.
 #include "bind/array.h"
 
-#include <pybind11/stl.h>
-
-#include <algorithm>
 #include <array>
 
 namespace paged_ops::bind {
@@ -272,6 +269,10 @@ bool Array::is(DType wanted) const {
   return false;
 }
 
+bool Array::has_dtype_of(const Array& other) const {
+  return type_.code == other.type_.code && type_.bits == other.type_.bits && type_.lanes == other.type_.lanes;
+}
+
 DType Array::dtype() const {
   for (const DType dtype : {DType::bf16, DType::f16, DType::f32, DType::i32, DType::i64})
     if (is(dtype)) return dtype;
@@ -320,31 +321,42 @@ struct Dim {
   int64_t stride, extent;
 };
 
+// Those of an array, the largest stride first; the last ones are the bytes of an element.
+struct Dims {
+  std::array<Dim, kMaxDims + 1> list;
+  int count = 0;
+
+  explicit Dims(const Array& array) {
+    for (int i = 0; i < array.ndim(); i++)
+      if (array.shape(i) > 1) add({array.stride_nbytes(i), array.shape(i)});
+    add({1, array.itemsize()});
+  }
+
+ private:
+  void add(Dim dim) {
+    int at = count++;
+    for (; at > 0 && list[at - 1].stride < dim.stride; at--) list[at] = list[at - 1];
+    list[at] = dim;
+  }
+};
+
 // Bytes from the first to one past the last that the dimensions from `level` on touch.
-int64_t span_of(const std::vector<Dim>& dims, size_t level) {
+int64_t span_of(const Dims& dims, int level) {
   int64_t span = 1;
-  for (size_t i = level; i < dims.size(); i++) span += dims[i].stride * (dims[i].extent - 1);
+  for (int i = level; i < dims.count; i++) span += dims.list[i].stride * (dims.list[i].extent - 1);
   return span;
 }
 
 // Whether two views that begin `delta` bytes apart touch no byte in common, as far as can be told: by their
 // ranges, or because both step at one stride and their steps lie side by side (heads of one tensor, K and V
 // of one pool). Dimensions are sorted, the largest stride first.
-bool lie_apart(const std::vector<Dim>& a, const std::vector<Dim>& b, size_t level, int64_t delta) {
+bool lie_apart(const Dims& a, const Dims& b, int level, int64_t delta) {
   if (delta >= span_of(a, level) || -delta >= span_of(b, level)) return true;
-  if (level >= a.size() || level >= b.size() || a[level].stride != b[level].stride) return false;
-  const int64_t stride = a[level].stride;
+  if (level >= a.count || level >= b.count || a.list[level].stride != b.list[level].stride) return false;
+  const int64_t stride = a.list[level].stride;
   if (stride == 0 || span_of(a, level + 1) > stride || span_of(b, level + 1) > stride) return false;
   const int64_t after = (delta % stride + stride) % stride;
   return lie_apart(a, b, level + 1, after) && lie_apart(a, b, level + 1, after - stride);
-}
-
-std::vector<Dim> dims_of(const Array& array) {
-  std::vector<Dim> dims{{1, array.itemsize()}};
-  for (int i = 0; i < array.ndim(); i++)
-    if (array.shape(i) > 1) dims.push_back({array.stride_nbytes(i), array.shape(i)});
-  std::stable_sort(dims.begin(), dims.end(), [](Dim x, Dim y) { return x.stride > y.stride; });
-  return dims;
 }
 
 }  // namespace
@@ -352,7 +364,7 @@ std::vector<Dim> dims_of(const Array& array) {
 void Array::require_no_overlap(const Array& other) const {
   if (end() <= other.begin() || other.end() <= begin()) return;
   if (size() == 0 || other.size() == 0) return;
-  PAGED_OPS_REQUIRE(lie_apart(dims_of(*this), dims_of(other), 0, other.begin() - begin()), name_,
+  PAGED_OPS_REQUIRE(lie_apart(Dims(*this), Dims(other), 0, other.begin() - begin()), name_,
                     ": shares memory with ", other.name_, ", wanted memory of its own");
 }
 
@@ -390,14 +402,14 @@ bool require_no_gradient(std::initializer_list<const Array*> arrays) {
   return enabled;
 }
 
-void count_writes(std::initializer_list<const Array*> arrays) {
-  static PyObject* count = py::object(arrays_module().attr("count_writes")).release().ptr();
-  PyObject* written[4];
-  size_t num_written = 0;
-  for (const Array* array : arrays)
-    if (array && array->has_autograd()) written[num_written++] = array->object().ptr();
-  if (num_written == 0) return;
-  PyObject* done = PyObject_Vectorcall(count, written, num_written, nullptr);
+void count_writes(const Array* const* arrays, size_t count) {
+  static PyObject* function = py::object(arrays_module().attr("count_writes")).release().ptr();
+  std::vector<PyObject*> written;
+  written.reserve(count);
+  for (size_t i = 0; i < count; i++)
+    if (arrays[i] && arrays[i]->has_autograd()) written.push_back(arrays[i]->object().ptr());
+  if (written.empty()) return;
+  PyObject* done = PyObject_Vectorcall(function, written.data(), written.size(), nullptr);
   if (!done) throw py::error_already_set();
   Py_DECREF(done);
 }

@@ -49,6 +49,7 @@ class Array {
   std::string shape_text() const;
 
   bool is(DType dtype) const;
+  bool has_dtype_of(const Array& other) const;
   // The element type, or a TypeError when it is none that any op takes.
   DType dtype() const;
 
@@ -100,7 +101,10 @@ void require_apart(std::initializer_list<const Array*> outputs, std::initializer
 
 // Tells autograd, while it records, that these were written in place, as torch's own ops do: a backward that
 // needs what they held before then says so.
-void count_writes(std::initializer_list<const Array*> arrays);
+void count_writes(const Array* const* arrays, size_t count);
+inline void count_writes(std::initializer_list<const Array*> arrays) {
+  count_writes(arrays.begin(), arrays.size());
+}
 
 // The caller's current stream on the array's device; null on the CPU.
 void* current_stream(const Array& array);

@@ -87,7 +87,7 @@ void copy_blocks(py::handle sequence, py::handle block_pairs_in, bool check) {
   std::vector<std::unique_ptr<Array>> caches;
   std::vector<void*> addresses;
   for (const py::handle cache : caches_in) {
-    names.push_back(caches_in.size() == 1 ? "caches" : concat("caches[", names.size(), "]"));
+    names.push_back(caches_in.size() == 1 ? "caches" : "caches[" + std::to_string(names.size()) + "]");
     caches.push_back(std::make_unique<Array>(cache, names.back().c_str(), Array::Use::output));
     addresses.push_back(caches.back()->data());
   }
@@ -98,7 +98,7 @@ void copy_blocks(py::handle sequence, py::handle block_pairs_in, bool check) {
     cache.require_same_device(first);
     require_no_gradient({&cache});
     cache.require_ndim(first.ndim(), "the same shape as caches[0]");
-    if (cache.dtype_name() != first.dtype_name())
+    if (!cache.has_dtype_of(first))
       fail<TypeError>("caches[", i, "]: dtype is ", cache.dtype_name(), ", wanted ", first.dtype_name(),
                       " as caches[0]");
     for (int d = 0; d < first.ndim(); d++)
@@ -127,8 +127,11 @@ void copy_blocks(py::handle sequence, py::handle block_pairs_in, bool check) {
     const WithoutGil no_gil;
     backend.block_copy(p, context);
   }
-  if (recording)
-    for (const auto& cache : caches) count_writes({cache.get()});
+  if (recording) {
+    std::vector<const Array*> written;
+    for (const auto& cache : caches) written.push_back(cache.get());
+    count_writes(written.data(), written.size());
+  }
 }
 
 void swap_blocks(py::handle source_in, py::handle destination_in, py::handle block_pairs_in) {
@@ -139,7 +142,7 @@ void swap_blocks(py::handle source_in, py::handle destination_in, py::handle blo
                     ", wanted [num_blocks, ...]");
   destination.require_ndim(source.ndim(), "as many dimensions as source");
   for (int d = 1; d < source.ndim(); d++) destination.require_shape(d, source.shape(d), "as in source");
-  if (destination.dtype_name() != source.dtype_name())
+  if (!destination.has_dtype_of(source))
     fail<TypeError>("destination: dtype is ", destination.dtype_name(), ", wanted ", source.dtype_name(),
                     " as source");
   require_apart({&destination}, {&source, &block_pairs});

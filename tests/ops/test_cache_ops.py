@@ -108,6 +108,33 @@ def test_large_blocks(ops: HostOps, view: str) -> None:
     require_same_memory("destination", wanted[1], pools[1])
 
 
+@pytest.mark.parametrize("nbytes", [2**20, 2**20 + 1, 3 * 128 * 1024 - 1, 4096 + 1023, 4095])
+@pytest.mark.parametrize("offset", [0, 1, 33])
+def test_long_calls_move_every_byte_and_no_other(ops: HostOps, nbytes: int, offset: int) -> None:
+    """More than caches hold is copied by other means, whatever the runs' lengths and wherever they lie."""
+    if ops.target.device != "cpu":
+        pytest.skip("places within an allocation are NumPy's")
+    num_pairs = 2**20 // nbytes + 1
+    shape = 2 * num_pairs, nbytes + 37
+    pairs = np.stack([np.arange(num_pairs), num_pairs + np.arange(num_pairs)], axis=1)
+    noise = np.random.default_rng(0).integers(0, 256, shape, dtype=np.uint8)
+
+    def pool() -> np.ndarray:
+        memory = np.empty(noise.size + 128, np.uint8)
+        begin = -memory.ctypes.data % 64 + offset
+        memory[begin : begin + noise.size] = noise.ravel()
+        return memory[begin : begin + noise.size].reshape(shape)
+
+    for name in ("copy_blocks", "swap_blocks"):
+        wanted, found, source = noise.copy(), pool(), pool()
+        wanted[pairs[:, 1], :nbytes] = wanted[pairs[:, 0], :nbytes]
+        if name == "copy_blocks":
+            ops.copy_blocks(found[:, :nbytes], pairs)
+        else:
+            ops.swap_blocks(source[:, :nbytes], found[:, :nbytes], pairs)
+        require_same_bits(name, wanted, found)
+
+
 @pytest.mark.parametrize("pinned", [False, True])
 @pytest.mark.parametrize(("source", "destination"), [("cpu", "cuda"), ("cuda", "cpu")])
 def test_swap_between_host_and_device(target: Target, source: str, destination: str, pinned: bool) -> None:
