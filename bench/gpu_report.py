@@ -5,13 +5,15 @@
 Uses the interpreter it is started with and whatever is installed there; nothing is downloaded. Each part runs
 in a process of its own under a time limit, and the report (``gpu-report.json`` and ``gpu-report.md``) is
 written again after each, so that a run that is cut off still tells what it found. ``--backend emulated``
-exercises the parts that need no GPU on the kernels in the emulator. Ends with status 1 when a part failed.
+exercises the parts that need no GPU on the kernels in the emulator. Ends with status 1 when a part failed,
+with 3 and nothing written when there is no GPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import ctypes
 import json
 import os
 import signal
@@ -22,6 +24,21 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_parts import PARTS, ROOT, Options
+
+EXIT_NO_GPU = 3
+
+
+def missing_gpu() -> str:
+    """Why no GPU can be used here, by the driver's own word; empty if one can."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return "no NVIDIA driver is installed (libcuda.so.1)"
+    count = ctypes.c_int(0)
+    status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    if status:
+        return f"the NVIDIA driver answers with error {status}"
+    return "" if count.value else "the NVIDIA driver finds none"
 
 
 def run_part(name: str, options: Options, target: Path) -> None:
@@ -102,6 +119,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--part", help=argparse.SUPPRESS)
     given = parser.parse_args(arguments)
     options = Options(given.backend, given.quick)
+    if given.backend == "cuda" and not given.part and (why := missing_gpu()):
+        print(f"no GPU to report on: {why}; --backend emulated runs what needs none", file=sys.stderr)
+        return EXIT_NO_GPU
     given.out.mkdir(parents=True, exist_ok=True)
     if given.part:
         run_part(given.part, options, given.out / f"part-{given.part}.json")

@@ -5,6 +5,7 @@ import json
 import shutil
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,3 +80,36 @@ def test_no_time_left(tmp_path: Path) -> None:
     assert gpu_report.main(arguments) == 1
     report = json.loads((tmp_path / "gpu-report.json").read_text())
     assert {part["status"] for part in report.values()} == {"no time left"}
+
+
+def test_without_a_gpu_one_line_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Driver:
+        """One that is installed and has nothing to drive."""
+
+        def __init__(self, init: int, count: int) -> None:
+            self.init, self.count = init, count
+
+        def cuInit(self, flags: int) -> int:
+            return self.init
+
+        def cuDeviceGetCount(self, count: Any) -> int:
+            count._obj.value = self.count
+            return 0
+
+    def absent(name: str) -> Any:
+        raise OSError(f"{name}: cannot open shared object file")
+
+    for driver, why in (
+        (absent, "no NVIDIA driver is installed"),
+        (lambda name: Driver(100, 0), "answers with error 100"),
+        (lambda name: Driver(0, 0), "finds none"),
+    ):
+        monkeypatch.setattr(gpu_report.ctypes, "CDLL", driver)
+        assert gpu_report.main(["--out", str(tmp_path / "report")]) == gpu_report.EXIT_NO_GPU == 3
+        (line,) = capsys.readouterr().err.splitlines()
+        assert line.startswith("no GPU to report on: ") and why in line
+        assert not (tmp_path / "report").exists()
+    monkeypatch.setattr(gpu_report.ctypes, "CDLL", lambda name: Driver(0, 1))
+    assert gpu_report.missing_gpu() == ""
