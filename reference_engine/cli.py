@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import re
 import sys
 import time
 from collections.abc import Sequence
@@ -32,8 +33,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"error: {error}; the engine needs: pip install 'paged_ops[engine]'", file=sys.stderr)
         return EXIT_USAGE
     except (ValueError, OSError, ImportError, MemoryError) as error:
-        print(f"error: {error}", file=sys.stderr)
+        print(f"error: {_as_typed(str(error), options)}", file=sys.stderr)
         return EXIT_USAGE
+
+
+def _as_typed(message: str, options: argparse.Namespace) -> str:
+    """A message that begins with an argument's name, with the option in its place that the user typed."""
+    named = re.match(r"(\w+)(?=: | must )", message)
+    if named is None or named[1] not in vars(options):
+        return message
+    return f"--{named[1].replace('_', '-')}{message[named.end() :]}"
 
 
 def parser() -> argparse.ArgumentParser:
