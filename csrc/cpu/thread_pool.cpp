@@ -5,10 +5,12 @@
 #include <atomic>
 #include <cerrno>
 #include <chrono>
+#include <cstddef>
 #include <cstdlib>
 #include <exception>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <system_error>
 #include <thread>
 #include <vector>
@@ -70,19 +72,17 @@ class Job {
         task_(task),
         context_(context),
         num_shares_(std::min(num_threads, kMaxShares)) {
-    for (int i = 0; i < num_shares_; i++) {
-      shares_[i].next.store(num_tasks * i / num_shares_, std::memory_order_relaxed);
-      shares_[i].end = num_tasks * (i + 1) / num_shares_;
-    }
+    for (int i = 0; i < num_shares_; i++)
+      new (&share(i)) Share{num_tasks * i / num_shares_, num_tasks * (i + 1) / num_shares_};
   }
 
   void work(int thread) {
     inside_task = true;
     for (int i = 0; i < num_shares_; i++) {
-      Share& share = shares_[(thread + i) % num_shares_];
+      Share& tasks = share((thread + i) % num_shares_);
       int64_t index;
       while (!failed_.load(std::memory_order_relaxed) &&
-             (index = share.next.fetch_add(1, std::memory_order_relaxed)) < share.end) {
+             (index = tasks.next.fetch_add(1, std::memory_order_relaxed)) < tasks.end) {
         try {
           task_(context_, index);
         } catch (...) {
@@ -99,15 +99,17 @@ class Job {
  private:
   static constexpr int kMaxShares = 64;
   struct alignas(64) Share {
-    std::atomic<int64_t> next{0};
-    int64_t end = 0;
+    std::atomic<int64_t> next;
+    int64_t end;
   };
+
+  Share& share(int i) { return reinterpret_cast<Share*>(shares_)[i]; }
 
   void (*const task_)(void*, int64_t);
   void* const context_;
   const int num_shares_;
   std::atomic<bool> failed_{false};
-  Share shares_[kMaxShares];
+  alignas(Share) std::byte shares_[kMaxShares * sizeof(Share)];  // the first num_shares_ are made
 };
 
 class Pool {

@@ -70,6 +70,13 @@ void test_pool() {
   });
   CHECK(most.load() <= 2, most.load());
 
+  // More threads than a job has shares for.
+  cpu::set_num_threads(70);
+  std::vector<int> seen(500);
+  cpu::parallel_for(500, 70, [&](int64_t i) { seen[i]++; });
+  for (int i = 0; i < 500; i++) CHECK(seen[i] == 1, "task ", i, " of 500 ran ", seen[i], " times");
+  cpu::set_num_threads(5);
+
   // An exception reaches the caller, and the pool goes on.
   for (int i = 0; i < 50; i++) {
     bool caught = false;
