@@ -104,7 +104,7 @@ def _fake_gather_out(
 _TABLE: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     (
         "attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
-        "Tensor? cu_seqlens_q, float? scale, bool causal, Tensor(a!) out, Tensor(b!)? lse, "
+        "Tensor? cu_seqlens_q, Scalar? scale, bool causal, Tensor(a!) out, Tensor(b!)? lse, "
         "Tensor(c!)? workspace, bool? check) -> ()",
         _attention,
         _nothing,
@@ -167,6 +167,16 @@ for _schema, _run, _fake in _TABLE:
     torch.library.register_fake(f"paged_ops::{_name}", _fake, lib=_LIBRARY)
 
 
+def _real(name: str, value: Any) -> float:
+    """Any real number (NumPy's, a fraction) as the schema's own; dynamo may make a symbol of it."""
+    if not isinstance(value, (str, bytes)):
+        try:
+            return float(value)
+        except (TypeError, ValueError):
+            pass
+    raise TypeError(f"{name}: is a {type(value).__name__}, wanted a number")
+
+
 class _TracedOps:
     """What ``ops.py`` calls while torch traces: the public ops' options, down to the registered ops."""
 
@@ -187,6 +197,8 @@ class _TracedOps:
         check: bool | None,
     ) -> Any:
         tensors = query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q
+        if scale is not None and not isinstance(scale, (int, float)):
+            scale = _real("scale", scale)
         if out is None:
             out = query.new_empty((*query.shape[:2], value_cache.shape[3]))
         if lse is None and return_lse:
@@ -243,9 +255,14 @@ _num_dispatch_modes = torch._C._len_torch_dispatch_stack
 _is_jit_tracing = torch._C._is_tracing
 
 
-def _tracing() -> bool:
-    """Whether somebody records ops instead of only running them: dynamo, a dispatch mode, torch.jit.trace."""
-    return _is_dynamo_compiling() or _num_dispatch_modes() != 0 or _is_jit_tracing()
+def _tracing(first: Any) -> bool:
+    """Whether somebody records ops instead of only running them: dynamo, a dispatch mode, torch.jit.trace.
+
+    The last two see torch tensors only: a call whose `first` tensor is none of torch's is simply run.
+    """
+    if _is_dynamo_compiling():
+        return True
+    return (_num_dispatch_modes() != 0 or _is_jit_tracing()) and isinstance(first, torch.Tensor)
 
 
 ops._torch_ops = _TracedOps

@@ -14,7 +14,8 @@ Common shapes::
 Errors in shape, dtype, strides, device or options raise ``ValueError`` or ``TypeError`` that name the
 argument, before anything is written. Block ids, lengths and slots out of range raise ``ValueError`` on the
 CPU always, on CUDA with ``check=True`` or ``PAGED_OPS_CHECK=1``; unchecked, CUDA never reads or writes
-outside the caches through a slot out of range, but results that depend on a wrong block id are undefined.
+outside the caches through a slot out of range, but results that depend on a wrong block id are undefined. A
+call that has nothing to do, with no query tokens, no pairs or no bytes in a block, looks at none of them.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ from typing import Any, NamedTuple
 from paged_ops import _arrays, _backend
 
 
-def _compiling() -> bool:
-    """Whether torch.compile or torch.export is tracing. ``paged_ops._torch`` puts torch's own answer here."""
+def _compiling(first: Any) -> bool:
+    """Whether torch traces a call with this tensor. ``paged_ops._torch`` puts torch's own answer here."""
     return False
 
 
@@ -91,7 +92,7 @@ def paged_attention_decode(
     Returns:
         ``out``, or ``(out, lse)`` with ``return_lse``.
     """
-    if _compiling():
+    if _compiling(query):
         return _torch_ops.attention(
             query, key_cache, value_cache, block_tables, seq_lens, None,
             scale, True, out, lse, return_lse, workspace, check,
@@ -145,7 +146,7 @@ def paged_attention(
     """
     if cu_seqlens_q is None:
         raise TypeError("cu_seqlens_q: is None, wanted an int32 tensor [num_seqs + 1]")
-    if _compiling():
+    if _compiling(query):
         return _torch_ops.attention(
             query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q,
             scale, causal, out, lse, return_lse, workspace, check,
@@ -183,7 +184,7 @@ def merge_attention_states(
     Returns:
         ``(out, lse)``.
     """
-    if _compiling():
+    if _compiling(out_a):
         return _torch_ops.merge(out_a, lse_a, out_b, lse_b, out, lse)
     return _backend.module.merge_attention_states(out_a, lse_a, out_b, lse_b, out, lse)
 
@@ -202,7 +203,7 @@ def write_kv_cache(
             be either row).
         check: check slots first; always on for the CPU.
     """
-    if _compiling():
+    if _compiling(key_cache):
         return _torch_ops.write(key, value, key_cache, value_cache, slot_mapping, check)
     if check is None:
         check = _backend.check_by_default
@@ -225,7 +226,7 @@ def copy_blocks(caches: Any, block_pairs: Any, *, check: bool | None = None) -> 
     """
     if not isinstance(caches, (list, tuple)):
         caches = [caches]
-    if _compiling():
+    if _compiling(caches[0] if caches else None):
         return _torch_ops.copy(list(caches), block_pairs, check)
     if check is None:
         check = _backend.check_by_default
@@ -245,7 +246,7 @@ def swap_blocks(source: Any, destination: Any, block_pairs: Any) -> None:
         block_pairs: int64 ``[num_pairs, 2]`` of (source block, destination block), on the CPU; ids are
             checked.
     """
-    if _compiling():
+    if _compiling(source):
         return _torch_ops.swap(source, destination, block_pairs)
     _backend.module.swap_blocks(source, destination, block_pairs)
     return None
@@ -278,7 +279,7 @@ def gather_kv_cache(
     if out is not None and not (isinstance(out, (tuple, list)) and len(out) == 2):
         raise ValueError(f"out: is {type(out).__name__}, wanted a pair (key, value)")
     key, value = out if out is not None else (None, None)
-    if _compiling():
+    if _compiling(key_cache):
         return _torch_ops.gather(
             key_cache, value_cache, block_tables, seq_lens, key, value, num_tokens, check
         )

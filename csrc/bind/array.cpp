@@ -67,6 +67,13 @@ dlpack::DataType numpy_type(py::handle object) {
   fail<TypeError>("dtype is ", py::str(dtype).cast<std::string>());
 }
 
+// A subclass of NumPy's arrays whose elements are not all meant.
+bool is_masked(py::handle object) {
+  if (Py_TYPE(object.ptr()) == py::detail::npy_api::get().PyArray_Type_) return false;
+  static PyObject* type = py::object(py::module_::import("numpy.ma").attr("MaskedArray")).release().ptr();
+  return py::isinstance(object, type);
+}
+
 // The dtype objects that calls bring are few; their translation is remembered by address.
 dlpack::DataType numpy_type_cached(py::handle object) {
   struct Entry {
@@ -89,6 +96,14 @@ dlpack::DataType numpy_type_cached(py::handle object) {
   if (!error.matches(PyExc_Exception)) throw error;  // Ctrl-C, not a reason
   const std::string reason = error.what();
   fail(name, ": its memory cannot be had: ", reason.substr(0, reason.find('\n')));
+}
+
+bool is_negated(py::handle object) {
+  static PyObject* is_neg = PyUnicode_InternFromString("is_neg");
+  PyObject* answer = PyObject_CallMethodNoArgs(object.ptr(), is_neg);
+  if (!answer) throw py::error_already_set();
+  Py_DECREF(answer);
+  return answer == Py_True;
 }
 
 py::module_ arrays_module() { return py::module_::import("paged_ops._arrays"); }
@@ -122,7 +137,11 @@ void Array::load(py::handle object) {
     if (known->api->tensor_from_py_object_no_sync(object.ptr(), &tensor))
       fail_to_read(name_, py::error_already_set());
     has_autograd_ = known->has_autograd;
-    return view(tensor);
+    view(tensor);
+    PAGED_OPS_REQUIRE(
+        !may_be_negated() || !is_negated(object), name_,
+        ": is a lazily negated view, whose memory holds other numbers; call .resolve_neg() first");
+    return;
   }
   view_capsule(object);
 }
@@ -144,8 +163,20 @@ void Array::view(const dlpack::Tensor& tensor) {
   }
 }
 
+// A torch view that is negated when it is read, the imaginary part of a conjugate, steps over the real parts.
+// Its tensor is asked whether it is one only where its strides allow it: the answer takes as long as all that
+// is read here.
+bool Array::may_be_negated() const {
+  if (!has_autograd_ || (type_.code != dlpack::kFloat && type_.code != dlpack::kBfloat)) return false;
+  for (int i = ndim_ - 1; i >= 0; i--)
+    if (stride_[i] % 2 != 0 && shape_[i] > 1) return false;
+  return true;
+}
+
 void Array::view_numpy(py::handle object) {
   const auto* array = py::detail::array_proxy(object.ptr());
+  if (is_masked(object))
+    fail<TypeError>(name_, ": is a masked array, whose mask no op heeds; wanted its .data, or .filled(...)");
   PAGED_OPS_REQUIRE(array->nd <= kMaxDims, name_, ": has ", array->nd, " dimensions, at most ", kMaxDims,
                     " are supported");
   try {

@@ -25,8 +25,9 @@ class Array {
 
   // Reads `object` through the DLPack C exchange API of its type (torch >= 2.10), as a NumPy array,
   // or through a `__dlpack__` capsule (cupy, JAX, older torch), in this order. Raises TypeError when it
-  // is none of these or complex (a conjugate may not have been carried out), ValueError when an output is
-  // read-only or overlaps itself, or when a stride is negative.
+  // is none of these, complex (a conjugate may not have been carried out) or a masked array, ValueError when
+  // an output is read-only or overlaps itself, when a stride is negative, or for a view that torch negates
+  // when it reads it.
   Array(py::handle object, const char* name, Use use = Use::input);
   ~Array();
   Array(const Array&) = delete;
@@ -72,6 +73,7 @@ class Array {
   void view_numpy(py::handle object);
   void view_capsule(py::handle object);
   void measure();
+  bool may_be_negated() const;
   void require_valid(Use use) const;
   void release();
 

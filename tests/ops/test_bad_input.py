@@ -304,6 +304,17 @@ def test_outputs_must_be_writable_and_must_not_overlap_themselves(
         require_refused(ops, call, (bare(name),), ValueError)
 
 
+@each_argument
+def test_masked_arrays_are_refused(ops: HostOps, make: Callable[[], Call], name: str) -> None:
+    """No op heeds a mask, and dropping it silently would count what is masked."""
+    if ops.target.device != "cpu":
+        pytest.skip("NumPy's own")
+    call = make()
+    call.arguments[name] = np.ma.masked_array(call.arguments[name], mask=False)
+    message = require_refused(ops, call, (bare(name),), TypeError)
+    assert "is a masked array, whose mask no op heeds" in message
+
+
 def test_read_only_inputs_are_fine(ops: HostOps) -> None:
     if ops.target.device != "cpu":
         pytest.skip("numpy's own forms of arrays")

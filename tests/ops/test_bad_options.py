@@ -93,3 +93,15 @@ def test_the_native_functions_count_their_arguments(target: Target) -> None:
             module.copy_blocks(5, None, True)
         with pytest.raises(TypeError, match="keyword"):
             module.swap_blocks(source=None)
+
+
+def test_a_call_that_does_nothing_looks_at_no_ids(ops: HostOps) -> None:
+    """As documented: with no query tokens, or blocks without bytes, wrong ids are nobody's harm."""
+    cache = np.zeros((2, 4, 1, 8), np.float32)
+    tables, lens = np.array([[99]], np.int32), np.array([3], np.int32)
+    starts = np.array([0, 7], np.int32)
+    out = ops.paged_attention(np.zeros((0, 1, 8), np.float32), cache, cache, tables, lens, starts, check=True)
+    assert out.shape == (0, 1, 8)
+    empty = np.zeros((2, 0, 8), np.float32)
+    ops.copy_blocks(empty, np.array([[0, 99]], np.int64), check=True)
+    ops.swap_blocks(empty, empty.copy(), np.array([[0, 99]], np.int64))

@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -13,11 +14,12 @@ import pytest
 
 import paged_ops
 from paged_ops.testing import arrays
-from paged_ops.testing.backends import Target
+from paged_ops.testing.backends import HostOps, Target
 from paged_ops.testing.cases import Case, Inputs, build
 from paged_ops.testing.checks import block_pairs, expected, merge_states, rows_to_write
 
 torch = pytest.importorskip("torch")
+TorchDispatchMode = pytest.importorskip("torch.utils._python_dispatch").TorchDispatchMode
 
 CASE = Case((20, 0, 300), dtype="bfloat16", num_q_heads=6)
 VARLEN = Case((20, 9, 300), (3, 0, 20), dtype="float16", num_q_heads=6)
@@ -205,6 +207,86 @@ def test_lazily_negated_views_are_refused(target: Target) -> None:
     assert negated.is_neg() and torch.equal(negated, x.query)
     with target.use(), pytest.raises(ValueError, match="^query: "):
         paged_ops.paged_attention_decode(negated, x.key_cache, x.value_cache, x.block_tables, x.seq_lens)
+
+
+def test_lazily_negated_views_of_one_element_a_row_are_refused(target: Target) -> None:
+    """Their strides say nothing: a row of one element is contiguous however far the next would be."""
+    states = [put(array, target) for array in merge_states(1, 1, 8, "float32")]
+    lse = torch.complex(states[1], -states[1]).conj().imag
+    assert lse.is_neg() and torch.equal(lse, states[1])
+    with target.use():
+        with pytest.raises(ValueError, match="^lse_a: is a lazily negated view"):
+            paged_ops.merge_attention_states(states[0], lse, *states[2:])
+        with pytest.raises(ValueError, match="^lse: is a lazily negated view"):
+            paged_ops.merge_attention_states(*states, lse=lse)
+        paged_ops.merge_attention_states(states[0], lse.resolve_neg(), *states[2:])
+
+
+@pytest.mark.parametrize(
+    "scale",
+    [np.float32(0.3), np.float64(0.3), np.float16(0.3), np.int64(1), Fraction(1, 3), torch.tensor(0.3), 1],
+    ids=repr,
+)
+def test_a_scale_of_any_kind_when_compiled(target: Target, scale: Any) -> None:
+    x = tensors_of(CASE, target)
+    arguments = x.query, x.key_cache, x.value_cache, x.block_tables, x.seq_lens
+
+    def call(*tensors: Any) -> Any:
+        return paged_ops.paged_attention_decode(*tensors, scale=scale)
+
+    with target.use():
+        torch._dynamo.reset()
+        actual = torch.compile(call, fullgraph=True, backend="aot_eager")(*arguments)
+        assert arrays.same_bits(call(*arguments), actual)
+
+
+@pytest.mark.parametrize("scale", ["0.3", 1j, None])
+def test_a_scale_that_is_no_number_is_named_when_traced(target: Target, scale: Any) -> None:
+    x = tensors_of(CASE, target)
+    arguments = x.query, x.key_cache, x.value_cache, x.block_tables, x.seq_lens
+    with target.use(), Recorder():
+        if scale is None:
+            paged_ops.paged_attention_decode(*arguments, scale=scale)
+            return
+        with pytest.raises(TypeError, match="^scale: is a (str|complex), wanted a number"):
+            paged_ops.paged_attention_decode(*arguments, scale=scale)
+
+
+class Recorder(TorchDispatchMode):
+    """Notes the ops that are called."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ops: list[str] = []
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.ops.append(str(function))
+        return function(*args, **(kwargs or {}))
+
+
+def test_numpy_arrays_under_a_dispatch_mode(ops: HostOps) -> None:
+    """The mode sees torch's tensors; a call without them is none of its business, and works."""
+    if ops.target.device != "cpu":
+        pytest.skip("numpy is on the CPU")
+    inputs = build(CASE)
+    key, value, slots = rows_to_write(CASE)
+    caches = inputs.key_cache.copy(), inputs.value_cache.copy()
+    states = merge_states(7, 3, 40, "float32")
+    tables = inputs.block_tables, inputs.seq_lens
+    tensors = inputs.map(arrays.to_torch)
+    with ops.target.use(), Recorder() as recorder:
+        expected(CASE).check(paged_ops.paged_attention_decode(inputs.query, *caches, *tables))
+        paged_ops.merge_attention_states(*states)
+        paged_ops.write_kv_cache(key, value, *caches, slots)
+        paged_ops.copy_blocks(list(caches), block_pairs(len(caches[0])))
+        paged_ops.swap_blocks(*caches, np.array([[0, 1]]))
+        paged_ops.gather_kv_cache(*caches, *tables)
+        with pytest.raises(ValueError, match="^caches: is empty"):
+            paged_ops.copy_blocks([], block_pairs(2))
+        assert recorder.ops == []
+        # What is half torch's names the other half.
+        with pytest.raises(RuntimeError, match="argument 'block_tables'.*ndarray"):
+            paged_ops.paged_attention_decode(tensors.query, tensors.key_cache, tensors.value_cache, *tables)
 
 
 def test_mixed_kinds(target: Target) -> None:
