@@ -58,14 +58,27 @@ class Claim:
 
 ASYNCHRONOUS, BY_ELEMENT = r"\(RowCopy\)0", r"\(RowCopy\)1"
 
+
+def split_keys(tile: str, copy: str) -> str:
+    """The pattern of the attention kernel whose warps split the keys."""
+    return rf"attention_kernel<SplitKeys<{tile}, {copy}> >"
+
+
+def split_columns(tile: str) -> str:
+    """The pattern of the one whose warps split the columns."""
+    return rf"attention_kernel<SplitColumns<{tile} > >"
+
+
 # Instructions per tile of 16 tokens, by head dim and tiles of 8 columns. An H200's memory takes 223, 446 and
 # 892 clocks to bring a multiprocessor the 16 tokens, and in each clock it can issue 4 instructions.
 MAX_LOOP = {(64, 1): 224, (128, 1): 277, (256, 1): 377, (64, 2): 310, (128, 2): 402, (256, 2): 600}
+# By head dim, of each of the four warps that share a tile, with 16 columns each.
+MAX_SPLIT_LOOP = {64: 260, 128: 325}
 
 CLAIMS = [
     *(
         Claim(
-            rf"attention_kernel<MmaTile<\w+, {head_dim}, {column_tiles}>, {ASYNCHRONOUS}>",
+            split_keys(rf"MmaTile<\w+, {head_dim}, {column_tiles}>", ASYNCHRONOUS),
             "16-bit attention is bound by memory: copies behind the back, matrix instructions, a deep ring",
             in_flight=1.5,
             instructions={"async copy 16": 2, "matrix load": 2, "matrix product": 2},
@@ -73,20 +86,28 @@ CLAIMS = [
         )
         for (head_dim, column_tiles), max_loop in MAX_LOOP.items()
     ),
+    *(
+        Claim(
+            split_columns(rf"MmaTile<\w+, {head_dim}, 2>"),
+            "prefill is bound by instructions: few of them, and copies that do not hold them up",
+            in_flight=1.5,
+            instructions={"async copy 16": 2, "matrix load": 2, "matrix product": 2},
+            max_loop=max_loop,
+        )
+        for head_dim, max_loop in MAX_SPLIT_LOOP.items()
+    ),
     Claim(
-        rf"attention_kernel<FmaTile<.*>, {ASYNCHRONOUS}>",
+        split_keys(r"FmaTile<\d+>", ASYNCHRONOUS),
         "f32 attention has no matrix instruction, but the same ring",
         in_flight=1,
         instructions={"async copy 16": 2},
     ),
     Claim(
-        rf"attention_kernel<MmaTile<.*>, {BY_ELEMENT}>",
+        split_keys(r"MmaTile<.*>", BY_ELEMENT),
         "rows that are not 16-byte aligned: right, not fast",
         instructions={"matrix load": 2, "matrix product": 2},
     ),
-    Claim(
-        rf"attention_kernel<FmaTile<.*>, {BY_ELEMENT}>", "rows that are not 16-byte aligned: right, not fast"
-    ),
+    Claim(split_keys(r"FmaTile<\d+>", BY_ELEMENT), "rows that are not 16-byte aligned: right, not fast"),
     Claim(
         r"block_copy_kernel<uint4>",
         "a thread has all its packets under way before it writes one",
@@ -251,7 +272,7 @@ class Launches:
 
     shapes: set[tuple[int, int]] = field(default_factory=set)  # (threads, dynamic shared memory)
     ring: int = 0
-    slots_in_use: int = 0
+    in_use: int = 0
 
 
 def read_survey(lines: Iterable[str], symbols: str) -> dict[str, Launches]:
@@ -265,7 +286,7 @@ def read_survey(lines: Iterable[str], symbols: str) -> dict[str, Launches]:
     for record in records:
         launches = survey.setdefault(names[places[record["kernel"]]], Launches())
         if "ring" in record:
-            launches.ring, launches.slots_in_use = record["ring"], record["slots_in_use"]
+            launches.ring, launches.in_use = record["ring"], record["in_use"]
         else:
             launches.shapes.add((record["threads"], record["dynamic_shared"]))
     return survey
@@ -312,7 +333,7 @@ def judge(kernel: Kernel, name: str, launches: Launches | None, claims: Sequence
         for threads, shared in launches.shapes
     )
     row.waiting = row.ctas * (launches.ring or claim.loads_in_flight * row.threads)
-    row.computing = row.waiting - row.ctas * launches.slots_in_use
+    row.computing = row.waiting - row.ctas * launches.in_use
 
     if claim.max_spill is not None and kernel.spill_nbytes > claim.max_spill:
         row.failures.append(f"spills {kernel.spill_nbytes} bytes")
@@ -477,12 +498,16 @@ def table(rows: Sequence[Row]) -> str:
 def model(rows: Sequence[Row]) -> str:
     """What the roofline model makes of the kernels: nothing of it is measured."""
     kernels, in_flight = {}, {}
+    tile = r"MmaTile<bf16, (\d+), (\d)>"
     for row in rows:
-        tile = re.fullmatch(rf"attention_kernel<MmaTile<bf16, (\d+), (\d)>, {ASYNCHRONOUS}>", row.kernel)
-        if tile and row.instructions and row.instructions["loop"] and row.ctas:
-            kernels[row.arch, int(tile[1]), 8 * int(tile[2])] = roofline.Kernel(
-                8 * int(tile[2]), row.ctas, row.waiting // row.ctas, row.instructions["loop"]
+        keys = re.fullmatch(split_keys(tile, ASYNCHRONOUS), row.kernel)
+        columns = re.fullmatch(split_columns(tile), row.kernel)
+        if (found := keys or columns) and row.instructions and row.instructions["loop"] and row.ctas:
+            warps = 4 if columns else 1
+            kernel = roofline.Kernel(
+                8 * int(found[2]) * warps, row.ctas, row.waiting // row.ctas, row.instructions["loop"], warps
             )
+            kernels[row.arch, int(found[1]), kernel.columns] = kernel
         elif row.waiting:
             in_flight[row.arch, row.kernel] = row.waiting
     tables = (roofline.attention_rows(kernels), roofline.move_rows(in_flight))

@@ -14,6 +14,8 @@
 #include "kernels/attention.cuh"
 #include "kernels/attention_fma.cuh"
 #include "kernels/attention_mma.cuh"
+#include "kernels/split_columns.cuh"
+#include "kernels/split_keys.cuh"
 #include "params/backend.h"
 #include "simt/emulator/config.h"
 
@@ -53,9 +55,10 @@ void survey_attention() {
   std::vector<int32_t> cu_seqlens(2, 0);
   for (DType dtype : kDTypes)
     for (int head_dim : {64, 128, 256})
-      for (uintptr_t offset : {0, 4})  // 16-byte aligned or not
-        for (int group : {4, 16})      // one tile of columns or two
-          for (bool prefill : {false, true}) {
+      for (uintptr_t offset : {0, 4})          // 16-byte aligned or not
+        for (int group : {4, 16})              // one tile of columns or two
+          for (int tokens : {0, 100, 4096}) {  // decode, a short prefill, a long one
+            const bool prefill = tokens > 0;
             AttentionParams p{};
             p.query = tensor();
             p.out = tensor();
@@ -63,7 +66,7 @@ void survey_attention() {
             p.cu_seqlens_q = prefill ? cu_seqlens.data() : nullptr;
             p.query_stride_head = p.out_stride_head = head_dim * itemsize(dtype);
             p.query_stride_token = p.out_stride_token = p.query_stride_head * group * 8;
-            p.num_tokens = prefill ? 4096 : 8;
+            p.num_tokens = prefill ? tokens : 8;
             p.num_q_heads = 8 * group;
             p.dtype = dtype;
             p.kv = cache(dtype, head_dim, offset);
@@ -142,21 +145,25 @@ void survey_checks() {
   launch::backend().attention(p, checked);
 }
 
-// What an attention kernel keeps in flight: all its ring while it waits, a slot less per warp while it
+// What an attention kernel keeps in flight: all its rings while it waits, less what is being read while it
 // computes.
-template <class Tile>
+template <class Walk>
 void survey_ring() {
-  using Shared = kernels::AttentionShared<Tile, kernels::RowCopy::asynchronous>;
-  const auto kernel = kernels::attention_kernel<Tile, kernels::RowCopy::asynchronous>;
-  std::printf("{\"kernel\": %zu, \"ring\": %d, \"slots_in_use\": %d}\n",
-              offset(reinterpret_cast<const void*>(kernel)), Shared::kRings,
-              Tile::kWarps * int(Shared::Loader::Slot::kNbytes));
+  std::printf("{\"kernel\": %zu, \"ring\": %d, \"in_use\": %d}\n",
+              offset(reinterpret_cast<const void*>(kernels::attention_kernel<Walk>)), Walk::kRingsNbytes,
+              Walk::kInUseNbytes);
+}
+template <class... Tiles>
+void survey_key_rings() {
+  (survey_ring<kernels::SplitKeys<Tiles, kernels::RowCopy::asynchronous>>(), ...);
 }
 template <class T>
 void survey_mma_rings() {
-  survey_ring<kernels::MmaTile<T, 64, 1>>(), survey_ring<kernels::MmaTile<T, 64, 2>>();
-  survey_ring<kernels::MmaTile<T, 128, 1>>(), survey_ring<kernels::MmaTile<T, 128, 2>>();
-  survey_ring<kernels::MmaTile<T, 256, 1>>(), survey_ring<kernels::MmaTile<T, 256, 2>>();
+  using kernels::MmaTile;
+  survey_key_rings<MmaTile<T, 64, 1>, MmaTile<T, 64, 2>, MmaTile<T, 128, 1>, MmaTile<T, 128, 2>,
+                   MmaTile<T, 256, 1>, MmaTile<T, 256, 2>>();
+  survey_ring<kernels::SplitColumns<MmaTile<T, 64, 2>>>();
+  survey_ring<kernels::SplitColumns<MmaTile<T, 128, 2>>>();
 }
 
 }  // namespace
@@ -168,7 +175,6 @@ int main() {
   survey_checks();
   survey_mma_rings<f16>();
   survey_mma_rings<bf16>();
-  survey_ring<kernels::FmaTile<64>>(), survey_ring<kernels::FmaTile<128>>(),
-      survey_ring<kernels::FmaTile<256>>();
+  survey_key_rings<kernels::FmaTile<64>, kernels::FmaTile<128>, kernels::FmaTile<256>>();
   return 0;
 }

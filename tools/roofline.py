@@ -1,8 +1,9 @@
 """A roofline model of the CUDA kernels: what must move and run, and the time that the launch makes of it.
 
 For a kernel and a shape: bytes of memory, operations, launches, CTAs without work, and a predicted time by a
-fluid simulation of the grid. CTAs stream their keys under four limits: the memory's rate, the rate from L2 to
-a multiprocessor, what a CTA's ring of copies can have under way, and the instructions that can be issued.
+fluid simulation of the grid. CTAs stream their keys under six limits: the memory's rate, the rates from L2 to
+a multiprocessor and from its shared memory to its warps, what a CTA's ring of copies can have under way, the
+instructions that can be issued, and the matrix units.
 **Nothing here is measured.** Peaks are the vendors' figures, latencies are assumptions (`Latency`): the model
 ranks launch policies and shows what bounds a kernel. Pure functions; `tools/audit.py` prints the table.
 """
@@ -18,6 +19,8 @@ CHUNK_TOKENS = 512  # attention_args.h
 CHUNK_OVERHEAD_TILES = 4  # work_line.cuh
 CHUNK_COST = CHUNK_TOKENS // TILE_TOKENS + CHUNK_OVERHEAD_TILES
 PREFILL_CTAS = 264  # attention_config.h
+SPLIT_COLUMN_TILES, MAX_SPLIT_HEAD_DIM = 8, 128
+MAX_WORKSPACE_NBYTES = 1 << 30
 STATIC_CTAS = 4096  # of the static grid that the table compares with
 
 
@@ -35,6 +38,11 @@ class Chip:
     @property
     def bytes_per_clock(self) -> float:
         return self.bytes_per_second / self.hertz
+
+    @property
+    def flops_per_clock(self) -> float:
+        """Of a multiprocessor."""
+        return self.matrix_flops / self.hertz / self.multiprocessors
 
 
 CHIPS = (
@@ -58,6 +66,7 @@ class Latency:
 
 LATENCY = Latency()
 L2_BYTES_PER_CLOCK = 64  # to a multiprocessor
+SHARED_BYTES_PER_CLOCK = 128  # to its warps, each of which reads all that it meets
 ISSUE_PER_CLOCK = 4
 
 
@@ -69,6 +78,7 @@ class Kernel:
     ctas: int  # per multiprocessor
     ring_nbytes: int  # of a CTA: copies under way
     loop: int  # instructions per tile of 16 tokens, of a warp
+    warps: int = 1  # that meet each tile, with as many columns each
 
 
 @dataclass(frozen=True)
@@ -279,16 +289,35 @@ class Prediction:
         return max(self.of_bandwidth, self.of_matrix_peak)
 
 
-def wide(shape: Attention) -> bool:
-    """Whether 16 columns share a pass over the keys, and not 8."""
-    return shape.itemsize == 2 and shape.group * shape.num_tokens > 8 * len(shape.seq_lens)
+def plan(shape: Attention) -> tuple[int, bool]:
+    """Columns that share a pass over the keys, and whether CTAs share chunks, as in attention_config.h."""
+    num_seqs = len(shape.seq_lens)
+    rows = shape.group * shape.num_tokens
+    few_tokens = shape.query_lens is None or shape.num_tokens <= 8 * num_seqs
+    workspace = rows * shape.num_kv_heads * shape.max_chunks * (4 * shape.head_dim + 8)
+    can_share = shape.max_chunks > 1 and workspace <= MAX_WORKSPACE_NBYTES
+
+    def num_places(columns: int) -> int:
+        return (rows // columns + num_seqs + 1) * shape.num_kv_heads
+
+    wide = shape.itemsize == 2 and rows > 8 * num_seqs
+    most = 8 * SPLIT_COLUMN_TILES
+    split = (
+        wide
+        and not few_tokens
+        and shape.head_dim <= MAX_SPLIT_HEAD_DIM
+        and rows >= most * num_seqs
+        and num_places(most) >= (1 if can_share else 2) * PREFILL_CTAS
+    )
+    columns = most if split else 16 if wide else 8
+    enough = (2 if split else 1) * PREFILL_CTAS
+    return columns, can_share and (few_tokens or num_places(columns) < enough)
 
 
 def launch(shape: Attention, kernel: Kernel, chip: Chip) -> tuple[list[Cta], int]:
     """The CTAs that attention_config.h asks for, and the number of launches."""
     places = shape.places(kernel.columns)
-    few_tokens = shape.query_lens is None or shape.num_tokens <= 8 * len(shape.seq_lens)
-    if shape.max_chunks == 1 or not (few_tokens or len(places) < PREFILL_CTAS):
+    if not plan(shape)[1]:
         return one_cta_per_place(places[::-1]), 1
     most = len(places) * shape.max_chunks
     return work_list(places, min(chip.multiprocessors * kernel.ctas, most)), 2
@@ -298,15 +327,21 @@ def predict(shape: Attention, kernel: Kernel, chip: Chip, ctas: Sequence[Cta], l
     """Time of the CTAs; launches behind one another (`launches`) are counted, not timed."""
     streamed = sum(cta.tokens for cta in ctas) * shape.token_nbytes
     tile_nbytes = TILE_TOKENS * shape.token_nbytes
-    issue = tile_nbytes / (kernel.loop / ISSUE_PER_CLOCK)
+    issue = tile_nbytes / (kernel.warps * kernel.loop / ISSUE_PER_CLOCK)
+    shared = SHARED_BYTES_PER_CLOCK / kernel.warps
+    matrix = tile_nbytes / (4 * TILE_TOKENS * shape.head_dim * kernel.columns / chip.flops_per_clock)
     # What several CTAs read, memory gives once; the others find it in L2.
     memory = chip.bytes_per_clock * max(1.0, streamed / max(1, shape.kv_nbytes))
-    limits = Limits(memory, min(L2_BYTES_PER_CLOCK, issue), kernel.ring_nbytes / LATENCY.memory)
+    limits = Limits(
+        memory, min(L2_BYTES_PER_CLOCK, shared, issue, matrix), kernel.ring_nbytes / LATENCY.memory
+    )
     clocks = simulate(ctas, shape.token_nbytes, chip.multiprocessors, kernel.ctas, limits)
     rates = {
         "memory": memory,
         "L2": L2_BYTES_PER_CLOCK * chip.multiprocessors,
+        "shared memory": shared * chip.multiprocessors,
         "issue": issue * chip.multiprocessors,
+        "matrix": matrix * chip.multiprocessors,
         "in flight": limits.cta * kernel.ctas * chip.multiprocessors,
     }
     bound = min(rates, key=lambda what: rates[what])
@@ -338,6 +373,9 @@ SHAPES = (
     Attention("decode 64 x 512..32768", tuple(512 * (i + 1) for i in range(64))),
     Attention("verify 16 x 8 of 8192", (8192,) * 16, (8,) * 16),
     Attention("prefill 1 x 4096", (4096,), (4096,)),
+    Attention("prefill 1 x 4096, D 64", (4096,), (4096,), head_dim=64),
+    Attention("prefill 1 x 4096, D 256", (4096,), (4096,), head_dim=256),
+    Attention("prefill 2048 of 32768", (32768,), (2048,)),
     Attention("prefill 512 of 32768", (32768,), (512,)),
 )
 
@@ -365,7 +403,7 @@ def attention_rows(kernels: Mapping[tuple[str, int, int], Kernel]) -> list[list[
              "of bandwidth", "of matrix peak", "bound by", "static grid"]]  # fmt: skip
     for shape in SHAPES:
         for chip in CHIPS:
-            kernel = kernels.get((chip.arch, shape.head_dim, 16 if wide(shape) else 8))
+            kernel = kernels.get((chip.arch, shape.head_dim, plan(shape)[0]))
             if kernel is None:
                 continue
             ctas, launches = launch(shape, kernel, chip)

@@ -8,7 +8,7 @@
 // rescaling of O all concern the lane's own two columns, with no data movement.
 #pragma once
 #include "kernels/column_map.cuh"
-#include "kernels/online_softmax.cuh"
+#include "kernels/mma_state.cuh"
 #include "kernels/tile_loader.cuh"
 
 namespace paged_ops::kernels {
@@ -35,6 +35,7 @@ class MmaTile {
  public:
   using Element = T;
   using Shape = MmaShape<kDim, kColumnTiles>;
+  using State = MmaState<kDim, kColumnTiles>;
   static constexpr int kHeadDim = kDim, kColumns = 8 * kColumnTiles, kWarps = 4;
   static constexpr int kStages = Shape::kStages, kMinCtas = Shape::kMinCtas;
   // Q stays in registers where they suffice, else in shared memory, laid out like 16 rows of K.
@@ -88,17 +89,7 @@ class MmaTile {
     }
   }
 
-  __device__ __forceinline__ void reset() {
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; n++) {
-      m_[n][0] = m_[n][1] = -INFINITY;
-      l_[n][0] = l_[n][1] = 0.f;
-#pragma unroll
-      for (int d = 0; d < kDim / 16; d++)
-#pragma unroll
-        for (int e = 0; e < 4; e++) out_[n][d][e] = 0.f;
-    }
-  }
+  __device__ __forceinline__ void reset() { state_.reset(); }
 
   // S = K Q^T, in two chains to halve the latency of the matrix instruction.
   __device__ __forceinline__ void score(SharedSlot keys) {
@@ -146,13 +137,13 @@ class MmaTile {
       }
 #pragma unroll
       for (int j = 0; j < 2; j++) {
-        const float new_maximum = fmaxf(m_[n][j], maximum[j]);
+        const float new_maximum = fmaxf(state_.m[n][j], maximum[j]);
         const float base = exponent_base(new_maximum);
-        rescale[j] = ptx::ex2(m_[n][j] - base);
-        m_[n][j] = new_maximum;
+        rescale[j] = ptx::ex2(state_.m[n][j] - base);
+        state_.m[n][j] = new_maximum;
         x[j] = ptx::ex2(x[j] - base);
         x[j + 2] = ptx::ex2(x[j + 2] - base);
-        l_[n][j] = fmaf(l_[n][j], rescale[j], x[j] + x[j + 2]);
+        state_.l[n][j] = fmaf(state_.l[n][j], rescale[j], x[j] + x[j + 2]);
       }
       probability_[n][0] = ptx::movmatrix_trans(ptx::pack2<T>(x[0], x[1]));
       probability_[n][1] = ptx::movmatrix_trans(ptx::pack2<T>(x[2], x[3]));
@@ -160,10 +151,10 @@ class MmaTile {
       if (__any_sync(kAllLanes, rescale[0] != 1.f || rescale[1] != 1.f)) {
 #pragma unroll
         for (int d = 0; d < kDim / 16; d++) {
-          out_[n][d][0] *= rescale[0];
-          out_[n][d][1] *= rescale[1];
-          out_[n][d][2] *= rescale[0];
-          out_[n][d][3] *= rescale[1];
+          state_.out[n][d][0] *= rescale[0];
+          state_.out[n][d][1] *= rescale[1];
+          state_.out[n][d][2] *= rescale[0];
+          state_.out[n][d][3] *= rescale[1];
         }
       }
     }
@@ -176,7 +167,7 @@ class MmaTile {
       uint32_t dims[4];
       ptx::ldmatrix_x4_trans(dims, values.at + Slot::right(value_at_, 2 * d));
 #pragma unroll
-      for (int n = 0; n < kColumnTiles; n++) ptx::mma_m16n8k16<T>(out_[n][d], dims, probability_[n]);
+      for (int n = 0; n < kColumnTiles; n++) ptx::mma_m16n8k16<T>(state_.out[n][d], dims, probability_[n]);
     }
   }
 
@@ -203,34 +194,25 @@ class MmaTile {
         dims[3] &= keep_high;
 #pragma unroll
         for (int n = 0; n < kColumnTiles; n++) {
-          float sum[4] = {out_[n][d][0], out_[n][d][1], out_[n][d][2], out_[n][d][3]};
+          float sum[4] = {state_.out[n][d][0], state_.out[n][d][1], state_.out[n][d][2], state_.out[n][d][3]};
           ptx::mma_m16n8k16<T>(sum, dims, probability_[n]);
           const int2 mine = *reinterpret_cast<const int2*>(visible + n * 8 + t_ * 2);
 #pragma unroll
           for (int e = 0; e < 4; e++)
-            if ((e & 1 ? mine.y : mine.x) == seen) out_[n][d][e] = sum[e];
+            if ((e & 1 ? mine.y : mine.x) == seen) state_.out[n][d][e] = sum[e];
         }
       }
     }
   }
 
-  // This warp's state to shared memory: out [kColumns, row_stride], state [kColumns].
-  __device__ __forceinline__ void write_state(float* out, int row_stride, float2* state) {
-#pragma unroll
-    for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        float sum = l_[n][j];  // so far of this lane's tokens
-#pragma unroll
-        for (int o = 4; o < kWarpSize; o <<= 1) sum += __shfl_xor_sync(kAllLanes, sum, o);
-        const int column = n * 8 + t_ * 2 + j;
-        if (g_ == 0) state[column] = make_float2(m_[n][j], sum);
-#pragma unroll
-        for (int d = 0; d < kDim / 16; d++) {
-          out[column * row_stride + d * 16 + g_] = out_[n][d][j];
-          out[column * row_stride + d * 16 + g_ + 8] = out_[n][d][j + 2];
-        }
-      }
+  // What the keys since reset() gave.
+  __device__ __forceinline__ const State& state() {
+    state_.sum_lanes();
+    return state_;
+  }
+  // The same to shared memory: out [kColumns, row_stride], states [kColumns].
+  __device__ __forceinline__ void write_state(float* out, int row_stride, float2* states) {
+    state().write(out, row_stride, states, g_ * 4 + t_);
   }
 
  private:
@@ -256,7 +238,7 @@ class MmaTile {
   unsigned key_at_, value_at_;
   ptx::smem_t query_at_;
   uint32_t query_[kQueryInRegisters ? kDim / 16 : 1][kColumnTiles][2];
-  float m_[kColumnTiles][2], l_[kColumnTiles][2], out_[kColumnTiles][kDim / 16][4];
+  State state_;
   float score_[kColumnTiles][2][4];
   uint32_t probability_[kColumnTiles][2];
 };

@@ -17,10 +17,15 @@ PAGED_OPS_HOST_DEVICE inline int64_t first_slot(int64_t first_token, int64_t seq
   return first_token * group / columns + sequence;
 }
 
+// In decode, where every sequence has one token.
+PAGED_OPS_HOST_DEVICE inline int slots_per_sequence(int group, int columns) {
+  return (group + columns - 1) / columns;
+}
+
 // Slots of the whole batch. Rows beyond cu_seqlens_q[num_seqs] are one more sequence, of length 0.
 PAGED_OPS_HOST_DEVICE inline int64_t num_slots(const AttentionParams& op, int columns) {
   const int group = op.num_q_heads / op.kv.num_kv_heads;
-  if (op.cu_seqlens_q == nullptr) return int64_t(op.tables.num_seqs) * ((group + columns - 1) / columns);
+  if (op.cu_seqlens_q == nullptr) return int64_t(op.tables.num_seqs) * slots_per_sequence(group, columns);
   return first_slot(op.num_tokens, op.tables.num_seqs, group, columns) + 1;
 }
 
@@ -37,6 +42,13 @@ struct ColumnTile {
     if (!a.op.causal) return length;
     return max(0, length - num_tokens + (first_column + c) / a.group + 1);
   }
+  // The columns from `first` on, at most `count`.
+  __device__ __forceinline__ ColumnTile part(int first, int count) const {
+    ColumnTile tile = *this;
+    tile.first_column += first;
+    tile.num_columns = max(0, min(count, num_columns - first));
+    return tile;
+  }
 };
 
 // Slot `slot` of tiles of `columns` columns. `search` finds the sequence: WarpSearch where a whole warp asks
@@ -49,11 +61,10 @@ __device__ __forceinline__ ColumnTile column_tile(const AttentionArgs& a, int sl
   ColumnTile tile;
   int first_column_slot;
   if (op.cu_seqlens_q == nullptr) {
-    const int slots_per_sequence = (a.group + columns - 1) / columns;
-    tile.sequence = slot / slots_per_sequence;
+    tile.sequence = slot / a.slots_per_sequence;
     tile.first_row = tile.sequence;
     tile.num_tokens = 1;
-    first_column_slot = tile.sequence * slots_per_sequence;
+    first_column_slot = tile.sequence * a.slots_per_sequence;
   } else {
     const auto first_row = [&](int s) {
       return s > num_seqs ? op.num_tokens : min(max(op.cu_seqlens_q[s], 0), op.num_tokens);

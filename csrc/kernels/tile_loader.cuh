@@ -5,7 +5,7 @@
 // all but one. Commit groups in order: K0 V0 K1 V1 ...; each wait leaves the 2 * kStages - 1 youngest alone.
 #pragma once
 #include "kernels/attention_args.h"
-#include "kernels/page_walk.cuh"
+#include "kernels/page_table.cuh"
 #include "kernels/swizzle.cuh"
 #include "kernels/warp.cuh"
 
@@ -27,13 +27,13 @@ class TileLoader {
   static constexpr int kRowNbytes = kHeadDim * int(sizeof(Element));
   using Slot = SwizzledSlot<kRowNbytes>;
   static constexpr int kRingNbytes = 2 * kStages * Slot::kNbytes;  // of one warp
+  static constexpr int kStride = kTileTokens * kWarps;             // from one tile of a warp to its next
 
   // `rings` has kWarps rings.
-  __device__ __forceinline__ TileLoader(const AttentionArgs& a, const int32_t* table, int kv_head, int warp,
-                                        int lane, unsigned char* rings)
-      : walk_(table, a.op.kv.block_size, kTileTokens * kWarps),
+  __device__ __forceinline__ TileLoader(const AttentionArgs& a, int sequence, int kv_head, int warp, int lane,
+                                        unsigned char* rings)
+      : table_(a, sequence),
         ring_{ptx::opaque(ptx::smem_addr(rings + warp * kRingNbytes)), rings + warp * kRingNbytes},
-        warp_(warp),
         lane_(lane),
         copy_at_(Slot::at(lane / kLanesPerRow, lane % kLanesPerRow)),
         key_head_dim_(a.op.kv.key_head_dim),
@@ -47,35 +47,22 @@ class TileLoader {
     stride_token_ = mine.stride_token;
   }
 
-  // Begins the tokens [begin, end) of a chunk: this warp's tiles are those at begin + 16 (warp + kWarps i).
-  __device__ __forceinline__ void start(int begin, int end) {
-    first_token_ = begin + warp_ * kTileTokens;
+  // Begins with the tile at token `first`, of a chunk that ends at `end`.
+  __device__ __forceinline__ void start(int first, int end) {
     end_ = end;
-    const int chunk_tiles = (end - begin + kTileTokens - 1) / kTileTokens;
-    num_tiles_ = (chunk_tiles - warp_ + kWarps - 1) / kWarps;
-    walk_.start(first_token_ + lane_ % kTileTokens);
-    PageWalk::Place first[kStages];  // all look-ups before all copies: one latency, not kStages
+    PageTable::Place places[kStages];  // all look-ups before all copies: one latency, not kStages
 #pragma unroll
-    for (int s = 0; s < kStages; s++) first[s] = walk_.step(end_);
-    ahead_ = walk_.step(end_);
+    for (int s = 0; s < kStages; s++) places[s] = look_up(first + s * kStride);
+    ahead_ = look_up(first + kStages * kStride);
 #pragma unroll
     for (int s = 0; s < kStages; s++) {
-      row_offset_ = locate(first[s]);
-      copy_keys(s, s);
-      copy_values(s, s);
+      row_offset_ = locate(places[s]);
+      copy_keys(first + s * kStride, s);
+      copy_values(first + s * kStride, s);
     }
   }
 
   __device__ __forceinline__ int end() const { return end_; }
-  __device__ __forceinline__ int num_tiles() const { return num_tiles_; }
-  // How many of them end at or before `position`.
-  __device__ __forceinline__ int tiles_within(int position) const {
-    const int stride = kTileTokens * kWarps;
-    return min(num_tiles_, max(0, position - first_token_ - kTileTokens + stride) / stride);
-  }
-  __device__ __forceinline__ int first_token(int tile) const {
-    return first_token_ + tile * (kTileTokens * kWarps);
-  }
   __device__ __forceinline__ SharedSlot key_slot(int stage) const { return slot(stage); }
   __device__ __forceinline__ SharedSlot value_slot(int stage) const { return slot(kStages + stage); }
 
@@ -86,17 +73,17 @@ class TileLoader {
   }
   __device__ __forceinline__ void drain() const { ptx::cp_wait<0>(); }
 
-  // Moves on to the next tile's rows. Its block ids were read one tile ago, and those of the next one are
-  // now.
-  __device__ __forceinline__ void advance() {
+  // Moves on to the rows of the tile at `token`. Its block ids were read one tile ago, and those of the next
+  // one are now.
+  __device__ __forceinline__ void advance(int token) {
     row_offset_ = locate(ahead_);
-    ahead_ = walk_.step(end_);
+    ahead_ = look_up(token + kStride);
   }
-  __device__ __forceinline__ void copy_keys(int tile, int stage) {
-    copy(tile, key_slot(stage), keys_, 0, key_head_dim_);
+  __device__ __forceinline__ void copy_keys(int token, int stage) {
+    copy(token, key_slot(stage), keys_, 0, key_head_dim_);
   }
-  __device__ __forceinline__ void copy_values(int tile, int stage) {
-    copy(tile, value_slot(stage), values_, kTileTokens, value_head_dim_);
+  __device__ __forceinline__ void copy_values(int token, int stage) {
+    copy(token, value_slot(stage), values_, kTileTokens, value_head_dim_);
   }
 
  private:
@@ -110,15 +97,21 @@ class TileLoader {
     return {ring_.at + i * Slot::kNbytes, ring_.bytes + i * Slot::kNbytes};
   }
 
-  __device__ __forceinline__ int64_t locate(PageWalk::Place place) const {
+  // Where the lane's row of the tile at `token` is.
+  __device__ __forceinline__ PageTable::Place look_up(int token) const {
+    return table_.find(token + lane_ % kTileTokens, end_);
+  }
+
+  __device__ __forceinline__ int64_t locate(PageTable::Place place) const {
     return unsigned(place.block) * stride_block_ + unsigned(place.slot) * stride_token_;
   }
 
   // Lane `owner` + r knows where row r is. Rows past the end and dims past the head are zeros, and not read.
-  __device__ __forceinline__ void copy(int tile, SharedSlot slot, const char* base, int owner, int head_dim) {
-    if (tile < num_tiles_) {
+  __device__ __forceinline__ void copy(int token, SharedSlot slot, const char* base, int owner,
+                                       int head_dim) {
+    if (token < end_) {
       const int copy_row = lane_ / kLanesPerRow, copy_piece = lane_ % kLanesPerRow;
-      const int rows = end_ - first_token(tile) - copy_row;
+      const int rows = end_ - token - copy_row;
 #pragma unroll(kUnroll)
       for (int r = 0; r < kTileTokens; r += kRowsPerCopy) {
         const char* source = base + __shfl_sync(kAllLanes, row_offset_, owner + copy_row + r);
@@ -142,17 +135,17 @@ class TileLoader {
       reinterpret_cast<Element*>(to)[i] = valid ? reinterpret_cast<const Element*>(source)[i] : Element{};
   }
 
-  PageWalk walk_;
-  PageWalk::Place ahead_{};
+  PageTable table_;
+  PageTable::Place ahead_{};
   SharedSlot ring_;
-  int warp_, lane_;
+  int lane_;
   unsigned copy_at_;
   int key_head_dim_, value_head_dim_;
   const char* keys_;
   const char* values_;
   int64_t stride_block_, stride_token_;  // of K for the first 16 lanes, of V for the others
   int64_t row_offset_ = 0;               // bytes to the lane's row of the tile being copied
-  int first_token_ = 0, end_ = 0, num_tiles_ = 0;
+  int end_ = 0;
 };
 
 }  // namespace paged_ops::kernels

@@ -11,10 +11,15 @@ constexpr int kWarpSize = 32;
 constexpr uint32_t kAllLanes = 0xffffffffu;
 
 // The index of this thread's warp. Taken through a shuffle, so that the compiler knows it to be uniform:
-// otherwise it guards every later shuffle against divergence.
+// otherwise it guards every later shuffle against divergence. It knows so only where it knows that the warp
+// is together: at the top of a kernel, not in a loop with exits.
 __device__ __forceinline__ int warp_index() {
   return __shfl_sync(kAllLanes, int(threadIdx.x) / kWarpSize, 0);
 }
+
+// The index of this thread in its warp. Opaque, so that what derives from it is found where it is asked for,
+// and not kept in registers across everything in between.
+__device__ __forceinline__ int lane_index() { return ptx::opaque(int(threadIdx.x) % kWarpSize); }
 
 // The largest i in [0, n) with key(i) <= x, for a key that never decreases and key(0) <= x. By all lanes of a
 // warp together, with the same arguments: 32 probes at a time, two rounds for a thousand sequences.

@@ -15,9 +15,11 @@ void run_attention(const AttentionPlan& plan, const AttentionParams& op, cudaStr
   args.op = op;
   args.group = op.num_q_heads / op.kv.num_kv_heads;
   args.capacity = plan.capacity;
+  args.block_size = kernels::Divisor(op.kv.block_size);
   args.scale_log2 = op.scale * kLog2e;
   args.parallel = plan.parallel;
   args.columns = 8 * plan.column_tiles;
+  args.slots_per_sequence = kernels::slots_per_sequence(args.group, args.columns);
   args.num_slots = int(plan.num_slots);
   args.max_chunks = plan.max_chunks;
   if (plan.parallel) {

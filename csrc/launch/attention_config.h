@@ -15,7 +15,7 @@ namespace paged_ops::launch {
 
 struct AttentionPlan {
   int head_dim;      // the kernel's: 64, 128 or 256, the next one up
-  int column_tiles;  // of 8 columns per CTA
+  int column_tiles;  // of 8 columns per CTA: 1, 2 or kSplitColumnTiles
   bool aligned;      // K and V rows can be copied 16 bytes at a time
   bool parallel;     // CTAs share chunks by the work list
   int capacity;      // tokens a row of the block table has room for
@@ -30,6 +30,9 @@ struct AttentionPlan {
   int64_t max_ctas() const { return num_places * max_chunks; }
 };
 
+// With so many tiles of columns, a CTA's warps split the columns and share the keys (split_columns.cuh). Two
+// states of a column must fit in the registers, so that there is no such kernel for wider heads.
+constexpr int kSplitColumnTiles = 8, kMaxSplitHeadDim = 128;
 // From so many places on a prefill keeps every multiprocessor busy without sharing chunks.
 constexpr int64_t kPrefillCtas = 264;
 // Partial states beyond this much memory are not worth their parallelism.
@@ -50,36 +53,43 @@ inline AttentionPlan plan_attention(const AttentionParams& op) {
   plan.head_dim = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
   plan.aligned = multiple_of_16(kv.key) && multiple_of_16(kv.value);
 
-  // Two tiles of columns in one pass halve the traffic where a sequence has more than 8 columns.
-  const bool decode = op.cu_seqlens_q == nullptr;
-  const int64_t num_seqs = std::max(op.tables.num_seqs, 1);
-  const int64_t group = op.num_q_heads / kv.num_kv_heads;
-  const bool wide = group * op.num_tokens > 8 * num_seqs && op.dtype != DType::f32;
-  plan.column_tiles = wide && plan.aligned ? 2 : 1;
-  const auto num_slots = [&](int column_tiles) { return kernels::num_slots(op, 8 * column_tiles); };
-  plan.num_slots = num_slots(plan.column_tiles);
-  plan.num_places = plan.num_slots * kv.num_kv_heads;
-  PAGED_OPS_REQUIRE(plan.num_places <= INT32_MAX, "query: ", op.num_tokens, " tokens of ", op.num_q_heads,
-                    " heads are too many for one launch");
-
   // Positions and look-ahead must stay within 32 bits.
   constexpr int64_t kMaxTokens = INT32_MAX - 8 * kernels::kChunkTokens;
   plan.capacity = int(std::min(int64_t(op.tables.max_blocks_per_seq) * kv.block_size, kMaxTokens));
   plan.max_chunks = std::max(1, (plan.capacity + kernels::kChunkTokens - 1) / kernels::kChunkTokens);
 
+  const int64_t num_seqs = std::max(op.tables.num_seqs, 1);
+  const int64_t group = op.num_q_heads / kv.num_kv_heads;
+  const auto num_slots = [&](int column_tiles) { return kernels::num_slots(op, 8 * column_tiles); };
   const auto padded = [](size_t nbytes) { return (nbytes + 255) / 256 * 256; };
   const size_t states = size_t(op.num_tokens) * op.num_q_heads * plan.max_chunks;
   plan.finished_offset = padded(size_t(num_slots(1) + 2) * sizeof(int64_t));
   plan.state_offset = plan.finished_offset + padded(size_t(num_slots(1)) * kv.num_kv_heads * sizeof(int));
   plan.out_offset = plan.state_offset + padded(states * sizeof(float2));
   plan.workspace_nbytes = plan.out_offset + padded(states * kv.value_head_dim * sizeof(float));
+  const bool can_share = op.num_tokens > 0 && op.tables.num_seqs > 0 && plan.max_chunks > 1 &&
+                         plan.workspace_nbytes <= kMaxWorkspaceNbytes;
 
-  // The workspace is sized without knowing addresses, so that alignment has no say here.
-  const bool few_tokens = decode || op.num_tokens <= 8 * num_seqs;
-  plan.parallel = op.num_tokens > 0 && op.tables.num_seqs > 0 && plan.max_chunks > 1 &&
-                  (few_tokens || num_slots(wide ? 2 : 1) * kv.num_kv_heads < kPrefillCtas) &&
-                  plan.workspace_nbytes <= kMaxWorkspaceNbytes;
+  // Two tiles of columns in one pass halve the traffic where a sequence has more than 8 columns. Many tiles
+  // quarter it again, but make the work coarse: all of the chip must have some, and where it cannot be
+  // shared, much.
+  const bool few_tokens = op.cu_seqlens_q == nullptr || op.num_tokens <= 8 * num_seqs;
+  const bool wide = group * op.num_tokens > 8 * num_seqs && op.dtype != DType::f32;
+  const bool split = wide && !few_tokens && head_dim <= kMaxSplitHeadDim &&
+                     group * op.num_tokens >= 8 * kSplitColumnTiles * num_seqs &&
+                     num_slots(kSplitColumnTiles) * kv.num_kv_heads >= (can_share ? 1 : 2) * kPrefillCtas;
+  const int column_tiles = split ? kSplitColumnTiles : wide ? 2 : 1;
+
+  // The workspace is sized without knowing addresses, so that alignment has no say in what is shared.
+  const int64_t enough = (split ? 2 : 1) * kPrefillCtas;
+  plan.parallel = can_share && (few_tokens || num_slots(column_tiles) * kv.num_kv_heads < enough);
   if (!plan.parallel) plan.workspace_nbytes = 0;
+
+  plan.column_tiles = plan.aligned ? column_tiles : 1;
+  plan.num_slots = num_slots(plan.column_tiles);
+  plan.num_places = plan.num_slots * kv.num_kv_heads;
+  PAGED_OPS_REQUIRE(plan.num_places <= INT32_MAX, "query: ", op.num_tokens, " tokens of ", op.num_q_heads,
+                    " heads are too many for one launch");
   return plan;
 }
 

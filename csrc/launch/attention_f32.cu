@@ -1,5 +1,6 @@
 // The attention kernels for f32.
 #include "kernels/attention_fma.cuh"
+#include "kernels/split_keys.cuh"
 #include "launch/attention_launch.h"
 
 namespace paged_ops::launch {
@@ -7,13 +8,13 @@ namespace paged_ops::launch {
 template <>
 void launch_attention<float>(const AttentionPlan& plan, const kernels::AttentionArgs& args,
                              cudaStream_t stream) {
-  using kernels::FmaTile, kernels::RowCopy;
+  using kernels::FmaTile, kernels::RowCopy, kernels::SplitKeys;
   dispatch_head_dim(plan.head_dim, [&](auto dim) {
     using Tile = FmaTile<decltype(dim)::value>;
     if (plan.aligned)
-      launch_attention_tile<Tile, RowCopy::asynchronous>(plan, args, stream);
+      launch_attention_walk<SplitKeys<Tile, RowCopy::asynchronous>>(plan, args, stream);
     else
-      launch_attention_tile<Tile, RowCopy::by_element>(plan, args, stream);
+      launch_attention_walk<SplitKeys<Tile, RowCopy::by_element>>(plan, args, stream);
   });
 }
 

@@ -15,11 +15,11 @@ void launch_attention(const AttentionPlan& plan, const kernels::AttentionArgs& a
 // Lays out the work that the CTAs of a parallel launch share.
 void launch_work_list(const kernels::AttentionArgs& args, cudaStream_t stream);
 
-template <class Tile, kernels::RowCopy kCopy>
-void launch_attention_tile(const AttentionPlan& plan, kernels::AttentionArgs args, cudaStream_t stream) {
-  const auto kernel = kernels::attention_kernel<Tile, kCopy>;
-  constexpr unsigned kThreads = Tile::kWarps * kernels::kWarpSize;
-  constexpr size_t kShared = kernels::AttentionShared<Tile, kCopy>::kNbytes;
+template <class Walk>
+void launch_attention_walk(const AttentionPlan& plan, kernels::AttentionArgs args, cudaStream_t stream) {
+  const auto kernel = kernels::attention_kernel<Walk>;
+  constexpr unsigned kThreads = Walk::kWarps * kernels::kWarpSize;
+  constexpr size_t kShared = Walk::Shared::kNbytes;
   dim3 grid(unsigned(plan.num_places));
   if (plan.parallel) {
     const simt::Residency chip = simt::residency(kernel, kThreads, kShared);

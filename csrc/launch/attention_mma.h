@@ -1,6 +1,8 @@
 // Launching attention by matrix instructions: what the f16 and bf16 source files instantiate.
 #pragma once
 #include "kernels/attention_mma.cuh"
+#include "kernels/split_columns.cuh"
+#include "kernels/split_keys.cuh"
 #include "launch/attention_launch.h"
 
 namespace paged_ops::launch {
@@ -8,15 +10,20 @@ namespace paged_ops::launch {
 template <class T>
 void launch_attention_mma(const AttentionPlan& plan, const kernels::AttentionArgs& args,
                           cudaStream_t stream) {
-  using kernels::MmaTile, kernels::RowCopy;
+  using kernels::MmaTile, kernels::RowCopy, kernels::SplitColumns, kernels::SplitKeys;
   dispatch_head_dim(plan.head_dim, [&](auto dim) {
     constexpr int kHeadDim = decltype(dim)::value;
+    using Narrow = MmaTile<T, kHeadDim, 1>;
+    using Wide = MmaTile<T, kHeadDim, 2>;
     if (!plan.aligned)
-      launch_attention_tile<MmaTile<T, kHeadDim, 1>, RowCopy::by_element>(plan, args, stream);
-    else if (plan.column_tiles == 1)
-      launch_attention_tile<MmaTile<T, kHeadDim, 1>, RowCopy::asynchronous>(plan, args, stream);
+      return launch_attention_walk<SplitKeys<Narrow, RowCopy::by_element>>(plan, args, stream);
+    if constexpr (kHeadDim <= kMaxSplitHeadDim)
+      if (plan.column_tiles == kSplitColumnTiles)
+        return launch_attention_walk<SplitColumns<Wide>>(plan, args, stream);
+    if (plan.column_tiles == 1)
+      launch_attention_walk<SplitKeys<Narrow, RowCopy::asynchronous>>(plan, args, stream);
     else
-      launch_attention_tile<MmaTile<T, kHeadDim, 2>, RowCopy::asynchronous>(plan, args, stream);
+      launch_attention_walk<SplitKeys<Wide, RowCopy::asynchronous>>(plan, args, stream);
   });
 }
 

@@ -1,6 +1,7 @@
 // Checks of the CUDA backend's host side: `launch_driver WHAT ...` prints what is wrong and ends with
 // status 1.
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -11,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/strand_loader.cuh"
 #include "kernels/work_line.cuh"
 #include "launch/attention_launch.h"
 #include "launch/block_swap_config.h"
@@ -52,7 +54,8 @@ AttentionParams shapes(int num_seqs, int num_tokens, int num_kv_heads, int group
 // slots.
 void slots() {
   for (int round = 0; round < 20000; round++) {
-    const int num_seqs = uniform(1, 6), group = uniform(1, 70), columns = 8 * uniform(1, 2);
+    const int num_seqs = uniform(1, 6), group = uniform(1, 70),
+              columns = std::array{8, 16, 64}[uniform(0, 2)];
     std::vector<int> first_row{0};
     for (int s = 0; s < num_seqs; s++) first_row.push_back(first_row.back() + uniform(0, 1) * uniform(0, 40));
     const int num_tokens = first_row.back() + uniform(0, 1) * uniform(0, 9);
@@ -83,6 +86,7 @@ void workspace() {
     const AttentionPlan odd = launch::plan_attention(p);
     CHECK(aligned.aligned && !odd.aligned);
     CHECK(aligned.workspace_nbytes == odd.workspace_nbytes && aligned.parallel == odd.parallel);
+    CHECK(odd.column_tiles == 1);
     for (const AttentionPlan& plan : {aligned, odd}) {
       CHECK(plan.finished_offset >= size_t(plan.num_slots + 2) * sizeof(int64_t));
       CHECK(plan.state_offset >= plan.finished_offset + size_t(plan.num_places) * sizeof(int));
@@ -103,11 +107,66 @@ void parallel() {
   const AttentionPlan brief = launch::plan_attention(shapes(64, 64, 8, 4, 32, true));
   CHECK(!brief.parallel && brief.workspace_nbytes == 0, "one chunk needs no workspace");
   const AttentionPlan prefill = launch::plan_attention(shapes(1, 4096, 8, 4, 8192, false));
-  CHECK(!prefill.parallel && prefill.column_tiles == 2 && prefill.workspace_nbytes == 0);
+  CHECK(!prefill.parallel && prefill.workspace_nbytes == 0);
   const AttentionPlan verify = launch::plan_attention(shapes(4, 20, 8, 4, 8192, false));
   CHECK(verify.parallel && verify.column_tiles == 2, "a few tokens of a long sequence share its chunks");
   CHECK(launch::plan_attention(shapes(1, 1, 1, 1, 1 << 30, true)).capacity > 0,
         "a table wider than 2^31 tokens");
+}
+
+// How many columns share a pass over the keys: by shapes alone.
+void columns() {
+  const auto tiles = [](const AttentionParams& p) { return launch::plan_attention(p).column_tiles; };
+  CHECK(tiles(shapes(64, 64, 8, 8, 512, true)) == 1 && tiles(shapes(64, 64, 8, 9, 512, true)) == 2);
+  CHECK(tiles(shapes(64, 64, 8, 128, 512, true)) == 2, "decode, however many heads a group has");
+  CHECK(tiles(shapes(1, 4096, 8, 4, 8192, false)) == 8, "a long prefill");
+  CHECK(tiles(shapes(1, 4096, 8, 4, 8192, false, DType::f16, 64)) == 8);
+  CHECK(tiles(shapes(1, 4096, 8, 4, 8192, false, DType::bf16, 136)) == 2, "no registers for wider heads");
+  CHECK(tiles(shapes(1, 4096, 8, 4, 8192, false, DType::f32)) == 1, "no matrix instructions");
+  CHECK(tiles(shapes(1, 128, 8, 4, 8192, false)) == 2, "too coarse for so little work");
+  CHECK(tiles(shapes(512, 4096, 8, 4, 512, false)) == 2, "8 tokens of each sequence: verification");
+  CHECK(tiles(shapes(257, 4096, 8, 4, 512, false)) == 2 && tiles(shapes(256, 4096, 8, 4, 512, false)) == 8,
+        "64 columns of each sequence, on average");
+  CHECK(tiles(shapes(16, 144, 8, 8, 36, false)) == 8, "what tests/ops/test_bitwise.py runs");
+  // 8 heads x (tokens * 4 / 64 + 2) tiles: once and twice 264 of them.
+  CHECK(tiles(shapes(1, 495, 8, 4, 512, false)) == 2 && tiles(shapes(1, 496, 8, 4, 512, false)) == 8);
+  CHECK(launch::plan_attention(shapes(1, 1023, 8, 4, 512, false)).parallel,
+        "few, but their chunks are shared");
+  CHECK(!launch::plan_attention(shapes(1, 1024, 8, 4, 512, false)).parallel, "enough");
+  CHECK(tiles(shapes(1, 1023, 8, 4, 32, false)) == 2 && tiles(shapes(1, 1024, 8, 4, 32, false)) == 8,
+        "one chunk is not shared");
+}
+
+// Tiles come strand by strand, chunk by chunk: in the order in which the warps that split the keys are
+// folded.
+void strands() {
+  for (int round = 0; round < 500; round++) {
+    const int end = uniform(0, 2500), first = uniform(0, 4) * kernels::kChunkTokens;
+    std::vector<int> wanted, actual;
+    for (int chunk = first; chunk < end; chunk += kernels::kChunkTokens)
+      for (int strand = 0; strand < 4; strand++)
+        for (int i = strand; i < kernels::kTilesPerChunk; i += 4)
+          if (chunk + i * kernels::kTileTokens < end) wanted.push_back(chunk + i * kernels::kTileTokens);
+    for (int tile = first; tile < end; tile = kernels::next_tile<4>(tile, end)) actual.push_back(tile);
+    CHECK(actual == wanted, "from ", first, " to ", end);
+    for (int tile : {first, first + kernels::kChunkTokens - kernels::kTileTokens})
+      CHECK(tile < end || kernels::next_tile<4>(tile, end) >= end, "past the end it stays there");
+  }
+}
+
+// For all dividends there are, at the edges of all quotients near the ends.
+void divisor() {
+  for (const int d :
+       {1, 2, 3, 5, 7, 16, 24, 641, 4096, 65535, 65537, (1 << 29) + 1, (1 << 30) - 1, 1 << 30}) {
+    const kernels::Divisor divisor(d);
+    const auto check = [&](int64_t n) {
+      if (n >= 0 && n <= INT32_MAX) CHECK(divisor.quotient(int(n)) == n / d, n, " / ", d);
+    };
+    for (int64_t i = 0; i < 2000; i++)
+      for (const int64_t quotient : {i, INT32_MAX / d - i, int64_t(uniform(0, INT32_MAX / d))})
+        check(quotient * d - 1), check(quotient * d), check(quotient * d + d / 2);
+    check(INT32_MAX);
+  }
 }
 
 void parallel_grid() {
@@ -362,13 +421,16 @@ void launches() {
   CHECK(launches_of([&](const Context& c) { backend.block_copy(copy, c); }) == 1, "all layers, all pairs");
 }
 
-// `what`: "decode", "prefill", or "long": decode of more chunks than a warp folds at once.
-void plans(DType dtype, int head_dim, int value_head_dim, int group, const std::string& what) {
-  Problem problem =
-      what == "long"
-          ? Problem(dtype, head_dim, value_head_dim, group, 1, {33 * kernels::kChunkTokens + 100}, {})
-          : Problem(dtype, head_dim, value_head_dim, group, 2, {1100, 0, 17, 530},
-                    what == "decode" ? std::vector<int32_t>{} : std::vector<int32_t>{0, 7, 9, 12, 23});
+// `what`: "decode", "prefill", "many": prefill of more columns than a CTA has, or "long": decode of more
+// chunks than a warp folds at once.
+void plans(DType dtype, int head_dim, int value_head_dim, int group, const std::string& what, bool causal) {
+  Problem problem = what == "long" ? Problem(dtype, head_dim, value_head_dim, group, 1,
+                                             {33 * kernels::kChunkTokens + 100}, {})
+                                   : Problem(dtype, head_dim, value_head_dim, group, 2, {1100, 0, 17, 530},
+                                             what == "decode" ? std::vector<int32_t>{}
+                                             : what == "many" ? std::vector<int32_t>{0, 70, 72, 89, 129}
+                                                              : std::vector<int32_t>{0, 7, 9, 12, 23});
+  problem.p.causal = causal;
   if (what == "long") {  // the maximum rises once more where the second round of 32 chunks begins
     const int64_t quiet =
         32 * kernels::kChunkTokens / Problem::kBlockSize * problem.p.kv.key.stride_block / itemsize(dtype);
@@ -377,9 +439,14 @@ void plans(DType dtype, int head_dim, int value_head_dim, int group, const std::
   }
   std::vector<unsigned char> first_out;
   std::vector<float> first_lse;
+  std::vector<int> all_tiles{1};
+  if (dtype != DType::f32) all_tiles.push_back(2);
+  if (dtype != DType::f32 && std::max(head_dim, value_head_dim) <= launch::kMaxSplitHeadDim)
+    all_tiles.push_back(launch::kSplitColumnTiles);
+  const auto chips = what == "many" ? std::vector{0, 5} : std::vector{0, 1, 2, 5, 132};
   for (const bool aligned : {true, false})
-    for (int column_tiles = 1; column_tiles <= (aligned && dtype != DType::f32 ? 2 : 1); column_tiles++)
-      for (const int multiprocessors : {0, 1, 2, 5, 132}) {
+    for (const int column_tiles : aligned ? all_tiles : std::vector<int>{1})
+      for (const int multiprocessors : chips) {
         problem.run(aligned, column_tiles, multiprocessors);
         const std::vector<float>& lse = problem.lse;
         if (first_out.empty()) first_out = problem.out, first_lse = lse;
@@ -398,7 +465,7 @@ void poison(DType dtype) {
   const int size = itemsize(dtype), group = 3;
   const std::vector<unsigned char> clean_value = problem.value;
   for (int round = 0; round < 48; round++) {
-    const int column_tiles = dtype == DType::f32 ? 1 : 1 + round % 2;
+    const int column_tiles = dtype == DType::f32 ? 1 : std::array{1, 2, launch::kSplitColumnTiles}[round % 3];
     problem.value = clean_value;
     problem.run(true, column_tiles, 0);
     const std::vector<unsigned char> clean_out = problem.out;
@@ -440,6 +507,9 @@ int main(int argc, char** argv) {
   const std::map<std::string, void (*)()> functions{{"slots", slots},
                                                     {"workspace", workspace},
                                                     {"parallel", parallel},
+                                                    {"columns", columns},
+                                                    {"strands", strands},
+                                                    {"divisor", divisor},
                                                     {"parallel_grid", parallel_grid},
                                                     {"work_list", work_list},
                                                     {"launches", launches},
@@ -447,8 +517,9 @@ int main(int argc, char** argv) {
                                                     {"head_threads", head_threads},
                                                     {"swap_pieces", swap_pieces}};
   try {
-    if (what == "plans" && argc == 7) {
-      plans(dtype_named(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[5]), argv[6]);
+    if (what == "plans" && argc == 8) {
+      plans(dtype_named(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[5]), argv[6],
+            std::string(argv[7]) == "causal");
     } else if (what == "poison" && argc == 3) {
       poison(dtype_named(argv[2]));
     } else {

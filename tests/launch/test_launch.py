@@ -15,6 +15,9 @@ FUNCTIONS = [
     "slots",
     "workspace",
     "parallel",
+    "columns",
+    "strands",
+    "divisor",
     "parallel_grid",
     "work_list",
     "launches",
@@ -55,13 +58,26 @@ def test_no_plan_changes_a_bit(
     driver: Path, dtype: str, shape: tuple[int, int, int], query_tokens: str
 ) -> None:
     """Chunks shared on chips small and large, or walked by one CTA; tiles narrow and wide; both copies."""
-    check(driver, "plans", dtype, *shape, query_tokens)
+    check(driver, "plans", dtype, *shape, query_tokens, "causal")
+
+
+@pytest.mark.parametrize("mask", ["causal", "not causal"])
+@pytest.mark.parametrize(
+    ("dtype", "shape"),
+    [("float16", (64, 64, 1)), ("bfloat16", (40, 64, 8)), ("float16", (128, 80, 5))],
+    ids=str,
+)
+def test_no_plan_changes_a_bit_of_many_columns(
+    driver: Path, dtype: str, shape: tuple[int, int, int], mask: str
+) -> None:
+    """Up to 560 columns: whole tiles and ragged ones, whether warps split the keys or the columns."""
+    check(driver, "plans", dtype, *shape, "many", mask)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_plan_changes_a_bit_of_a_long_sequence(driver: Path, dtype: str) -> None:
     """34 chunks: more than the lanes of the warp that folds them."""
-    check(driver, "plans", dtype, 64, 64, 1, "long")
+    check(driver, "plans", dtype, 64, 64, 1, "long", "causal")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -19,7 +19,7 @@ from paged_ops.testing.cases import (
     one_sequence_per_token,
     select_sequences,
 )
-from paged_ops.testing.checks import require_same_bits
+from paged_ops.testing.checks import check_attention, require_same_bits
 
 # A little of everything: several chunks, an empty sequence, a tail, groups that fill a matrix tile or do not.
 DECODE = [
@@ -105,6 +105,19 @@ def test_any_chunking_of_a_prefill(ops: HostOps, case: Case) -> None:
                 cu_seqlens_q=np.array([0, end - begin], np.int32),
             )
             require_same((out[rows], lse[rows]), chunk.attention(ops))
+
+
+@pytest.mark.parametrize("head_dim", [64, 104])
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_many_columns_or_few(ops: HostOps, dtype: str, head_dim: int) -> None:
+    """A batch large enough for CUDA's kernel for prefill, and each of its sequences, which is not."""
+    case = Case((530, 9, 40, 23) * 4, (9,) * 16, dtype, num_q_heads=64, num_kv_heads=8, head_dim=head_dim)
+    inputs = build(case)
+    out, lse = inputs.attention(ops)
+    check_attention(lambda inputs: inputs.attention(ops), case)
+    for seq in (0, 1, 6, 15):
+        rows = rows_of(inputs, seq)
+        require_same((out[rows], lse[rows]), select_sequences(inputs, [seq]).attention(ops))
 
 
 @varlen

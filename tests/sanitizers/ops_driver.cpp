@@ -18,6 +18,7 @@
 
 #include "core/check.h"
 #include "core/dtype.h"
+#include "launch/attention_launch.h"
 #include "params/backend.h"
 #include "simt/emulator/config.h"
 #include "simt/emulator/runtime.h"
@@ -98,9 +99,18 @@ struct Cache {
   BlockTables tables;
 };
 
+// As the backend does it, but with the warps splitting the columns, which it does for larger problems only.
+void split_columns(const AttentionParams& p) {
+  launch::AttentionPlan plan = launch::plan_attention(p);
+  plan.column_tiles = launch::kSplitColumnTiles;
+  plan.num_slots = kernels::num_slots(p, 8 * plan.column_tiles);
+  plan.num_places = plan.num_slots * p.kv.num_kv_heads;
+  launch::run_attention(plan, p, nullptr);
+}
+
 // `query_lens` empty: decode.
 void attention(DType dtype, std::vector<int32_t> lengths, std::vector<int32_t> query_lens, int num_kv_heads,
-               int group, int head_dim, int block_size, bool serial = false) {
+               int group, int head_dim, int block_size, bool serial = false, bool split = false) {
   Random random;
   Cache cache(dtype, lengths, num_kv_heads, head_dim, block_size, random);
   std::vector<int32_t> cu_seqlens{0};
@@ -133,7 +143,10 @@ void attention(DType dtype, std::vector<int32_t> lengths, std::vector<int32_t> q
       reinterpret_cast<void*>((reinterpret_cast<uintptr_t>(workspace.data()) + 255) & ~uintptr_t(255));
   for (int replay = 0; replay < 2; ++replay) {  // on a workspace as the first run has left it
     std::fill(out.bytes.begin(), out.bytes.end(), 0xff);
-    launch::backend().attention(p, kContext);
+    if (split)
+      split_columns(p);
+    else
+      launch::backend().attention(p, kContext);
     add_to_checksum(out);
     add_to_checksum(lse.data(), lse.size() * sizeof(float));
   }
@@ -312,6 +325,8 @@ const std::map<std::string, std::function<void()>> kOps{
     {"prefill_f16", [] { attention(DType::f16, {9, 530, 20}, {9, 6, 20}, 1, 4, 64, 16); }},
     // One CTA walks all chunks of its rows.
     {"prefill_f16_serial", [] { attention(DType::f16, {9, 1030}, {9, 6}, 1, 4, 64, 16, true); }},
+    {"prefill_f16_split", [] { attention(DType::f16, {40, 1030}, {20, 33}, 1, 4, 64, 16, true, true); }},
+    {"prefill_f16_split_shared", [] { attention(DType::f16, {9, 1030}, {9, 20}, 1, 4, 64, 7, false, true); }},
     {"prefill_f32", [] { attention(DType::f32, {9, 530, 20}, {9, 6, 20}, 1, 2, 64, 16); }},
     {"cache_write", cache_write},
     {"block_copy", block_copy},

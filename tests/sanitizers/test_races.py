@@ -43,6 +43,8 @@ OPS = [
     "decode_f32",
     "prefill_f16",
     "prefill_f16_serial",
+    "prefill_f16_split",
+    "prefill_f16_split_shared",
     "prefill_f32",
     "cache_write",
     "block_copy",
@@ -136,6 +138,9 @@ AFFECTED = {
     "merge_states.cuh": (["merge_states.cu"], ["merge_states"]),
     "gather.cuh": (["gather.cu"], ["gather"]),
     "attention.cuh": (["attention_f16.cu"], ["decode_f16", "prefill_f16_serial", "decode_f16_many"]),
+    "split_keys.cuh": (["attention_f16.cu"], ["decode_f16", "prefill_f16_serial"]),
+    "split_columns.cuh": (["attention_f16.cu"], ["prefill_f16_split", "prefill_f16_split_shared"]),
+    "strand_loader.cuh": (["attention_f16.cu"], ["prefill_f16_split"]),
     "work_list.cuh": (["attention.cu"], ["decode_f16_many"]),
     "tile_loader.cuh": (["attention_f16.cu"], ["decode_f16", "prefill_f16_serial"]),
 }

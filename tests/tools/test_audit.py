@@ -136,7 +136,7 @@ def test_reads_the_survey() -> None:
     lines = [
         '{"kernel": 4096, "threads": 128, "dynamic_shared": 1000}',
         '{"kernel": 4096, "threads": 128, "dynamic_shared": 2000}',
-        '{"kernel": 4096, "ring": 800, "slots_in_use": 200}',
+        '{"kernel": 4096, "ring": 800, "in_use": 200}',
         '{"kernel": 8192, "threads": 256, "dynamic_shared": 0}',
     ]
     symbols = """\
@@ -154,7 +154,7 @@ KERNEL = audit.Kernel(
     "kernel", "sm_90", registers=168, max_threads=128,
     instructions=Counter({"async copy 16": 4, "matrix product": 4}),
 )  # fmt: skip
-LAUNCHES = audit.Launches({(128, 65616), (128, 60000)}, ring=65536, slots_in_use=16384)
+LAUNCHES = audit.Launches({(128, 65616), (128, 60000)}, ring=65536, in_use=16384)
 
 
 def failures(kernel: object = KERNEL, launches: object = LAUNCHES, name: str = "kernel") -> str:

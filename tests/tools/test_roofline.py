@@ -13,12 +13,14 @@ from test_audit import audit
 roofline = audit.roofline
 CSRC = Path(__file__).resolve().parents[2] / "csrc"
 NARROW, WIDE = roofline.Kernel(8, 3, 64 * 1024, 249), roofline.Kernel(16, 3, 64 * 1024, 366)
+SPLIT = roofline.Kernel(64, 2, 40 * 1024, 308, 4)
+KERNELS = {kernel.columns: kernel for kernel in (NARROW, WIDE, SPLIT)}
 A100, H100, H200 = roofline.CHIPS
 MIXED = next(shape for shape in roofline.SHAPES if "65536" in shape.name)
 
 
 def predict(shape: object, chip: object = H200) -> object:
-    kernel = WIDE if roofline.wide(shape) else NARROW
+    kernel = KERNELS[roofline.plan(shape)[0]]
     return roofline.predict(shape, kernel, chip, *roofline.launch(shape, kernel, chip))
 
 
@@ -29,10 +31,12 @@ def predict(shape: object, chip: object = H200) -> object:
         ("kernels/attention_args.h", "kTileTokens", roofline.TILE_TOKENS),
         ("kernels/work_line.cuh", "kChunkOverhead", roofline.CHUNK_OVERHEAD_TILES),
         ("launch/attention_config.h", "kPrefillCtas", roofline.PREFILL_CTAS),
+        ("launch/attention_config.h", "kSplitColumnTiles", roofline.SPLIT_COLUMN_TILES),
+        ("launch/attention_config.h", "kMaxSplitHeadDim", roofline.MAX_SPLIT_HEAD_DIM),
     ],
 )
 def test_constants_are_those_of_the_kernels(file: str, name: str, value: int) -> None:
-    assert re.search(rf"constexpr \w+ {name} = (\d+);", (CSRC / file).read_text())[1] == str(value)  # type: ignore[index]
+    assert re.search(rf"constexpr \w+ .*\b{name} = (\d+)[,;]", (CSRC / file).read_text())[1] == str(value)  # type: ignore[index]
 
 
 def test_every_policy_deals_out_every_token_once() -> None:
@@ -69,9 +73,10 @@ def test_a_mixed_batch_comes_near_the_roofline(chip: object) -> None:
 
 
 def test_the_widest_table_row_does_not_change_the_prediction() -> None:
-    """A static grid pays for it; the work list does not."""
-    wide_table = replace(MIXED, capacity=1 << 20)
+    """A static grid pays for it; the work list does not, as long as it may have the workspace."""
+    wide_table = replace(MIXED, capacity=1 << 18)
     assert predict(wide_table).seconds == predict(MIXED).seconds
+    assert roofline.plan(wide_table)[1] and not roofline.plan(replace(MIXED, capacity=1 << 20))[1]
 
 
 def test_bytes_and_operations_of_a_shape() -> None:
@@ -96,6 +101,33 @@ def test_what_bounds_a_kernel() -> None:
     assert predict(roofline.Attention("", (16,))).bound == "latency"
     prefill = roofline.Attention("", (4096,), (4096,))
     assert predict(prefill).of_roofline == predict(prefill).of_matrix_peak > predict(prefill).of_bandwidth
+
+
+def test_columns_that_share_a_pass() -> None:
+    """The same numbers as in launch_driver.cpp."""
+
+    def columns(tokens: int, length: int = 8192, **options: int) -> int:
+        return roofline.plan(roofline.Attention("", (length,), (tokens,), **options))[0]
+
+    assert columns(4096) == columns(4096, head_dim=64) == 64
+    assert columns(4096, head_dim=136) == 16 and columns(4096, itemsize=4) == 8
+    assert (columns(495), columns(496), columns(1023, 512), columns(1024, 512)) == (16, 64, 16, 64)
+    assert roofline.plan(roofline.Attention("", (8192,), (1023,)))[1]
+    assert not roofline.plan(roofline.Attention("", (8192,), (1024,)))[1]
+
+
+def test_columns_that_are_split_take_prefill_off_l2() -> None:
+    prefill = next(shape for shape in roofline.SHAPES if shape.name == "prefill 1 x 4096")
+    now = predict(prefill)
+    before = roofline.predict(prefill, WIDE, H200, roofline.one_cta_per_place(prefill.places(16)[::-1]), 1)
+    assert (before.bound, now.bound) == ("L2", "issue")
+    assert 1.3 < before.seconds / now.seconds < 2
+    free = replace(SPLIT, loop=1)
+    shared = roofline.predict(prefill, free, H200, *roofline.launch(prefill, free, H200))
+    assert shared.bound == "shared memory" and 0.45 < shared.of_matrix_peak < 0.55
+    alone = replace(free, warps=1, ring_nbytes=1 << 20)
+    matrix = roofline.predict(prefill, alone, H200, *roofline.launch(prefill, alone, H200))
+    assert matrix.bound == "matrix" and 0.8 < matrix.of_matrix_peak <= 1
 
 
 def test_no_time_beats_the_roofline() -> None:
