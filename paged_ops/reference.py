@@ -12,7 +12,7 @@ Words used throughout
   one each, and their head dims may differ (`Dk`, `Dv`).
 - Token `t` of sequence `s` lies in block `block_tables[s, t // block_size]` at offset `t % block_size`. Its
   *slot* is `block * block_size + offset`. Entries of a block table past `ceil(seq_lens[s] / block_size)` mean
-  nothing and are not read; neither is anything in a block past the sequence's end.
+  nothing and are not read; what a block holds past the sequence's end has no influence.
 - Query head `h` reads KV head `h // (num_q_heads // num_kv_heads)` (grouped-query attention, Ainslie et al.
   2023, arXiv:2305.13245).
 - A *state* is a pair `(out, lse)`: attention over some set of keys, and the natural log of the sum of the

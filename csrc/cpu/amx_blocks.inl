@@ -115,7 +115,7 @@ class BlockProducts {
 
   // Two blocks of rows, or the last one twice, and how much of the chunk they see.
   struct RowPair {
-    int block, num_blocks;  // of its own
+    int block, num_blocks;  // the first one, and how many are distinct
     Sight sights[2];
     int num_steps;
 
@@ -169,11 +169,11 @@ class BlockProducts {
     bool done() const { return dims_left == 0; }
     template <int kPart>
     void part() {
-      constexpr int64_t kStep = kBlockRows * kStepTokens;
+      constexpr int64_t kWeightsStep = kBlockRows * kStepTokens;
       if (dims_left == 0) return;
       if (kPart == 0 && step == 0) clear_sums();
       const bf16* const right = values.tiles(step, dims);
-      Operands{weights0 + step * kStep, weights1 + step * kStep, right, right + kTileElements}
+      Operands{weights0 + step * kWeightsStep, weights1 + step * kWeightsStep, right, right + kTileElements}
           .multiply<kPart>();
       if (kPart < 3 || ++step < num_steps) return;
       store_block<kSum00, kSum01>(states[0], counts[0]);
@@ -239,7 +239,7 @@ class BlockProducts {
     finish(values);
   }
 
-  // While a pair is weighed: the queries of the next one and its own rows of the result.
+  // While a pair is weighed: the queries of the one after it, and its own rows of `out`.
   void prefetch(int head, const RowPair& pair) {
     const int group = p_.num_q_heads / p_.kv.num_kv_heads;
     const auto add = [&](const void* base, int64_t stride_token, int64_t stride_head, int dim, int block) {
@@ -286,14 +286,10 @@ class BlockProducts {
                    pair.num_steps};
     // Of the last step there may be tokens that no row sees.
     const int end = pair.num_steps * kStepTokens < num_tokens ? pair.num_steps * kStepTokens : num_tokens;
-    if (end == 0) {
-      for (int row = 0; row < work.counts[0] + work.counts[1]; row++)
-        clear_state(states + row * record_, record_);
-      return ValueWork{};
-    }
+    if (end == 0) return ValueWork{};  // an empty state has a header only
     if (!must_cut(pair.sights[0], values_, end)) return work;
     for (int i = pair.num_blocks - 1; i >= 0; i--)
-      pair.sights[i].for_each_run([&](int, int run_end) {
+      pair.sights[i].for_each_group([&](int, int run_end) {
         // Pairs that come later see less, so that what is cleared is not missed.
         values_.clear(pair.sights[i].seen[run_end - 1], end);
         ValueWork run = work;

@@ -11,6 +11,7 @@ constexpr int kTileElements = 16 * kTileRow;
 
 alignas(64) constexpr bf16 kZeroRow[256] = {};
 static_assert(kMaxHeadDim <= 256);
+static_assert(kTileTokens == kStepTokens);  // a tile of the walk is a step of the products with values
 
 constexpr int steps_of(int count, int step) { return (count + step - 1) / step; }
 

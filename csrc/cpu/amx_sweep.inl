@@ -138,7 +138,7 @@ class SweepProducts {
     const auto call = [&](auto columns) {
       weigh<decltype(columns)::value>(scores_of(head), sight, num_steps, p_.scale, weights_of(head), sums,
                                       [&](auto part) {
-                                        if (decltype(part)::value % kWeighParts == 0) prefetcher_.step();
+                                        if (decltype(part)::value == 0) prefetcher_.step();
                                       });
     };
     switch (columns_) {
@@ -202,13 +202,12 @@ class SweepProducts {
       pending_ = value_work(values, weights, 0, rows_.count, states);
       return;
     }
-    sight.for_each_run([&](int begin, int end) {
+    sight.for_each_group([&](int begin, int end) {
       const int seen = sight.seen[begin];
       if (seen == 0) return;
       values.clear(seen, tile.num_tokens);
       value_work(values, weights, begin, end, states).finish();
     });
-    configure(rows_.count);
   }
 
   void clear_states(float* states) const {
@@ -231,4 +230,3 @@ class SweepProducts {
   float* scores_;  // [heads, kChunkTokens, columns]
   bf16* weights_;  // [heads, kChunkSteps, columns, kStepTokens]
 };
-static_assert(kTileTokens == kStepTokens);

@@ -11,14 +11,13 @@ constexpr int kChunkSteps = kChunkTokens / kStepTokens;
 
 // How many tokens of a chunk the rows of a block see: row i is column i.
 struct Sight {
-  alignas(64) int32_t seen[kBlockRows];  // not descending; columns after the last row see what it sees
+  alignas(64) int32_t seen[kBlockRows];  // not descending; columns after the last row see nothing
   int num_rows;
 
   // Rows [first, first + num_rows) of a head, on `num_tokens` tokens from `position` on.
   Sight(const int* visible, int first, int num_rows, int position, int num_tokens) : num_rows(num_rows) {
     const __mmask16 rows = __mmask16((1u << num_rows) - 1);
-    const __m512i keys =
-        _mm512_mask_loadu_epi32(_mm512_set1_epi32(visible[first + num_rows - 1]), rows, visible + first);
+    const __m512i keys = _mm512_maskz_loadu_epi32(rows, visible + first);
     const __m512i left = _mm512_sub_epi32(keys, _mm512_set1_epi32(position));
     _mm512_store_si512(seen, _mm512_min_epi32(_mm512_max_epi32(left, _mm512_setzero_si512()),
                                               _mm512_set1_epi32(num_tokens)));
@@ -36,9 +35,9 @@ struct Sight {
     return _mm512_sub_epi32(_mm512_permutexvar_epi32(columns, _mm512_load_si512(seen)), tokens);
   }
 
-  // Calls f(begin, end) for each run of rows that see the same, those that see most first.
+  // Calls f(begin, end) for each group of rows that see the same, those that see most first.
   template <class F>
-  void for_each_run(F&& f) const {
+  void for_each_group(F&& f) const {
     for (int end = num_rows, begin; end > 0; end = begin) {
       for (begin = end - 1; begin > 0 && seen[begin - 1] == seen[end - 1];) begin--;
       f(begin, end);
@@ -100,7 +99,8 @@ class ScoreStep {
   const Vec scale_;
 };
 
-// To the nearest bf16, a tie to the greater one, in the upper half of each word. Weights are never negative.
+// To the nearest bf16, a tie to the greater one, in the upper half of each word. Weights are never negative,
+// and a NaN among them stays one: it comes from bf16, with a lower half of zeros, or is the default one.
 inline __m512i round_words(Vec x) {
   return _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
 }

@@ -131,7 +131,8 @@ void attend(const AttentionParams& p, const AttentionTask& task, void* scratch) 
     products.attend_chunk(walk, begin, end, end_key, states);
     if (states == first_states) continue;
     for (int64_t i = 0; i < num_heads * num_rows; i++)
-      // Only rows that see something of the chunk: the fold would be the identity but for the sign of 0.
+      // Only rows that see something of the chunk: to others it adds nothing, and they may have a header
+      // only.
       if (rows.visible[i % num_rows] > begin)
         fold_state(first_states + i * record, states + i * record, record);
   }

@@ -1,5 +1,5 @@
 // From token positions to addresses: the one place that reads a block table for attention, and the
-// prefetcher that runs one tile ahead of it. Included inside the namespace of one instruction set.
+// prefetcher that runs ahead of the arithmetic. Included inside the namespace of one instruction set.
 
 // Addresses of a tile's tokens in the key and the value cache, those of KV head 0.
 struct TileRows {
@@ -8,8 +8,9 @@ struct TileRows {
   int num_tokens;
 };
 
-// Asks for the cache lines of a tile in the order in which they lie in memory, a few at a time, so that
-// their way from memory is hidden behind the arithmetic on the tile before.
+// Asks for cache lines in the order in which they were listed, a few at a time, so that their way from memory
+// is hidden behind the arithmetic on what came before. What has not been asked for when the list is cleared
+// is dropped.
 class Prefetcher {
  public:
   void clear() {
@@ -42,7 +43,7 @@ class Prefetcher {
     lines((kNumBytes + 63) / 64);
   }
 
-  // As many lines as make an end of all in `num_steps` steps; with none, drain() makes it.
+  // As many lines per step as make an end of all in `num_steps` steps.
   void pace(int64_t num_steps) {
     if (num_steps > 0) lines_per_step_ = int((num_lines_ + num_steps - 1) / num_steps);
   }
@@ -153,7 +154,7 @@ struct PageWalk {
     }
   }
 
-  // Puts rows of tokens [begin, end) on the list.
+  // Puts rows of tokens [begin, end) on the list: keys, values, or both, those of a block side by side.
   void prefetch_keys(int begin, int end, Prefetcher& out) const {
     for_each_run(begin, end,
                  [&](const char* key, const char*, int run) { add(key, kv.key, run, kv.key_head_dim, out); });
