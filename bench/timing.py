@@ -89,15 +89,16 @@ def sample_in_turn(
     *,
     rounds: int,
     round_seconds: float = 1e-3,
-    settle_seconds: float = 2e-3,
+    settle_seconds: float = 5e-3,
     tries: int = 3,
     waited: Callable[[], float] = waited,
 ) -> Samples:
     """Each clock once per round.
 
-    Before each measurement a pause lets the thread pools of the one before go to sleep, and a call that is
-    not counted wakes its own. A disturbed measurement is taken again, up to `tries` times, and the one least
-    disturbed is kept: chosen by how long its threads waited, never by its time.
+    Before each measurement a pause lets the thread pools of the one before go to sleep (torch's OpenMP spins
+    for up to 3.5 ms after a call), and a call that is not counted wakes its own. A disturbed measurement is
+    taken again, up to `tries` times, and the one least disturbed is kept: chosen by how long its threads
+    waited, never by its time.
     """
     turns = itertools.count()
 
