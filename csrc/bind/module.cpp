@@ -68,10 +68,10 @@ PYBIND11_MODULE(PAGED_OPS_MODULE, m) {
   py::register_exception_translator([](std::exception_ptr pointer) {
     try {
       if (pointer) std::rethrow_exception(pointer);
-    } catch (const ValueError& error) {
-      PyErr_SetString(PyExc_ValueError, error.what());
-    } catch (const TypeError& error) {
-      PyErr_SetString(PyExc_TypeError, error.what());
+    } catch (const ValueError&) {
+      set_python_error();
+    } catch (const TypeError&) {
+      set_python_error();
     }
   });
 

@@ -82,11 +82,11 @@ class BlockProducts {
     clear_tile<kSum10>();
     clear_tile<kSum11>();
   }
-  static void store_sums(float* sum00, float* sum01, float* sum10, float* sum11, int64_t stride) {
-    store_tile<kSum00>(sum00, stride);
-    store_tile<kSum01>(sum01, stride);
-    store_tile<kSum10>(sum10, stride);
-    store_tile<kSum11>(sum11, stride);
+  static void store_sums(float* sum00, float* sum01, float* sum10, float* sum11) {
+    store_tile<kSum00>(sum00, 64);
+    store_tile<kSum01>(sum01, 64);
+    store_tile<kSum10>(sum10, 64);
+    store_tile<kSum11>(sum11, 64);
   }
 
   void copy_chunk(const PageWalk& walk, int head, int begin, int end) {
@@ -127,8 +127,7 @@ class BlockProducts {
           num_steps(steps_of(sights[1].most(), kStepTokens)) {}
 
     static Sight sight_of(const Rows& rows, int block, int position, int num_tokens) {
-      const int first = block * kBlockRows, left = rows.count - first;
-      return Sight(rows.visible, first, left < kBlockRows ? left : kBlockRows, position, num_tokens);
+      return Sight(rows.visible, block * kBlockRows, rows_in_block(rows.count, block), position, num_tokens);
     }
   };
 
@@ -147,7 +146,7 @@ class BlockProducts {
       if (kPart == 0 && at == 0) clear_sums();
       Operands{keys + at, keys + group_elements + at, query0 + at, query1 + at}.multiply<kPart>();
       if (kPart < 3 || (at += kTileElements) < group_elements) return;
-      store_sums(scores0, scores1, scores0 + 16 * kBlockRows, scores1 + 16 * kBlockRows, 64);
+      store_sums(scores0, scores1, scores0 + 16 * kBlockRows, scores1 + 16 * kBlockRows);
       scores0 += kStepTokens * kBlockRows;
       scores1 += kStepTokens * kBlockRows;
       keys += 2 * group_elements;
@@ -217,10 +216,9 @@ class BlockProducts {
   void attend_head(int head, int position, int num_tokens, float* states) {
     int turn = 0;  // which of two sets of scores and weights a pair has
     ValueWork values{};
-    ScoreWork scores{};
     const auto pair_at = [&](int block) { return RowPair(rows_, block, position, num_tokens); };
     RowPair pair = pair_at((num_blocks_ - 1) / 2 * 2);
-    scores = score_work(head, pair, turn);
+    ScoreWork scores = score_work(head, pair, turn);
     finish(scores);
     for (;; turn ^= 1) {
       float* const rows = states + pair.block * kBlockRows * record_;
@@ -259,10 +257,9 @@ class BlockProducts {
   ScoreWork score_work(int head, const RowPair& pair, int turn) {
     const auto query_of = [&](int block) {
       bf16* const query = query_ + (int64_t(head) * num_blocks_ + block) * key_steps_ * kTileElements;
-      if (first_) {
-        const int first = block * kBlockRows, left = rows_.count - first;
-        pack_queries(p_, task_, head, first, left < kBlockRows ? left : kBlockRows, kBlockRows, query);
-      }
+      if (first_)
+        pack_queries(p_, task_, head, block * kBlockRows, rows_in_block(rows_.count, block), kBlockRows,
+                     query);
       return query;
     };
     return {keys_,
@@ -289,11 +286,11 @@ class BlockProducts {
     if (end == 0) return ValueWork{};  // an empty state has a header only
     if (!must_cut(pair.sights[0], values_, end)) return work;
     for (int i = pair.num_blocks - 1; i >= 0; i--)
-      pair.sights[i].for_each_group([&](int, int run_end) {
+      pair.sights[i].for_each_group([&](int, int group_end) {
         // Pairs that come later see less, so that what is cleared is not missed.
-        values_.clear(pair.sights[i].seen[run_end - 1], end);
+        values_.clear(pair.sights[i].seen[group_end - 1], end);
         ValueWork run = work;
-        run.counts[i] = run_end;
+        run.counts[i] = group_end;
         run.counts[1 - i] = 0;
         finish(run);
       });

@@ -15,6 +15,12 @@ static_assert(kTileTokens == kStepTokens);  // a tile of the walk is a step of t
 
 constexpr int steps_of(int count, int step) { return (count + step - 1) / step; }
 
+// How many of a head's rows are in a block.
+inline int rows_in_block(int num_rows, int block) {
+  const int left = num_rows - block * kBlockRows;
+  return left < kBlockRows ? left : kBlockRows;
+}
+
 // So many columns hold a block of rows: what divides kLanes.
 constexpr int columns_for(int num_rows) {
   return num_rows <= 1 ? 1 : num_rows <= 2 ? 2 : num_rows <= 4 ? 4 : num_rows <= 8 ? 8 : 16;
@@ -76,8 +82,8 @@ struct PairedValues {
 
   bf16* tiles(int step, int dims) const { return base + step * step_stride + dims * dims_stride; }
 
-  // A step's tokens; those from num_tokens on are zeros. Calls meanwhile(t) after every pair of tokens t, t
-  // + 1.
+  // A step's tokens; those from num_tokens on are zeros. Calls meanwhile(t) after each pair of tokens from t
+  // on.
   template <class F>
   void fill(int step, const char* const* rows, int64_t offset, int num_tokens, F&& meanwhile) const {
     const auto row = [&](int token) {

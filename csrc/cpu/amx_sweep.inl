@@ -156,22 +156,22 @@ class SweepProducts {
     const bf16 *weights, *values;
     float* sums;
     int64_t record;
-    int dims_left, all_dims;
+    int tiles_left, num_tiles;  // of 16 dims
 
     void next() {
-      if (dims_left == 0) return;
-      if (dims_left == all_dims) load_tile<kWeights>(weights, 64);
+      if (tiles_left == 0) return;
+      if (tiles_left == num_tiles) load_tile<kWeights>(weights, 64);
       load_tile<kSums>(sums, record * sizeof(float));
       load_tile<kValues>(values, 64);
       multiply_bf16<kSums, kWeights, kValues>();
       store_tile<kSums>(sums, record * sizeof(float));
       sums += 16;
       values += kTileElements;
-      dims_left--;
+      tiles_left--;
     }
 
     void finish() {
-      while (dims_left > 0) next();
+      while (tiles_left > 0) next();
     }
   };
 

@@ -125,7 +125,8 @@ class Plan {
   void add_prefill(const Sequence& s) {
     AttentionTask task = task_of(s);
     const int32_t at_once = int32_t(std::max<int64_t>(1, task_rows_ / group_));
-    // Later tokens see more keys: with the long tasks first, the last to finish are short.
+    // The tasks of a head follow one another, for they copy the same keys. Later tokens see more of them:
+    // with the long tasks first, the last to finish are short.
     for (int32_t head = 0; head < p_.kv.num_kv_heads; head++) {
       task.head_begin = head;
       task.head_end = head + 1;

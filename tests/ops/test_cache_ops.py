@@ -113,7 +113,7 @@ def test_large_blocks(ops: HostOps, view: str) -> None:
 def test_long_calls_move_every_byte_and_no_other(ops: HostOps, nbytes: int, offset: int) -> None:
     """More than caches hold is copied by other means, whatever the runs' lengths and wherever they lie."""
     if ops.target.device != "cpu":
-        pytest.skip("places within an allocation are NumPy's")
+        pytest.skip("the CPU's way of copying long runs, at addresses that NumPy lets a test choose")
     num_pairs = 2**20 // nbytes + 1
     shape = 2 * num_pairs, nbytes + 37
     pairs = np.stack([np.arange(num_pairs), num_pairs + np.arange(num_pairs)], axis=1)
