@@ -104,7 +104,8 @@ def _fake_gather_out(
 _TABLE: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     (
         "attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
-        "Tensor? cu_seqlens_q, Scalar? scale, bool causal, Tensor(a!) out, Tensor(b!)? lse, "
+        "Tensor? cu_seqlens_q, Scalar? scale, bool causal, SymInt? window, Scalar? soft_cap, "
+        "Tensor? alibi_slopes, Tensor? sinks, Tensor? tree_mask, Tensor(a!) out, Tensor(b!)? lse, "
         "Tensor(c!)? workspace, bool? check) -> ()",
         _attention,
         _nothing,
@@ -190,6 +191,11 @@ class _TracedOps:
         cu_seqlens_q: Any,
         scale: float | None,
         causal: bool,
+        window: int | None,
+        soft_cap: float | None,
+        alibi_slopes: Any,
+        sinks: Any,
+        tree_mask: Any,
         out: Any,
         lse: Any,
         return_lse: bool,
@@ -199,11 +205,14 @@ class _TracedOps:
         tensors = query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q
         if scale is not None and not isinstance(scale, (int, float)):
             scale = _real("scale", scale)
+        if soft_cap is not None and not isinstance(soft_cap, (int, float)):
+            soft_cap = _real("soft_cap", soft_cap)
+        rules = window, soft_cap, alibi_slopes, sinks, tree_mask
         if out is None:
             out = query.new_empty((*query.shape[:2], value_cache.shape[3]))
         if lse is None and return_lse:
             lse = query.new_empty(query.shape[:2], dtype=torch.float32)
-        torch.ops.paged_ops.attention(*tensors, scale, causal, out, lse, workspace, check)
+        torch.ops.paged_ops.attention(*tensors, scale, causal, *rules, out, lse, workspace, check)
         return (out, lse) if return_lse else out
 
     @staticmethod

@@ -36,34 +36,98 @@ F64 = NDArray[np.float64]
 # --- attention: one predicate, one formula for a logit, one softmax -------------------------------------
 
 
-def visible(key_position: NDArray[Any], query_position: int, *, causal: bool) -> NDArray[np.bool_]:
-    """Which keys a query token sees. Whatever it does not see has no influence at all, not even as NaN.
+def tree_sight(tree_mask: NDArray[Any]) -> NDArray[np.bool_]:
+    """Which of a sequence's query tokens each of them sees, by the bits of its mask: `[q_len, q_len]`.
+
+    Token t sees itself, and token i < t when bit i of `tree_mask[t]` is set.
+    """
+    token = np.arange(len(tree_mask))
+    bits = tree_mask[:, None] >> token & 1 == 1
+    return bits & (token < token[:, None]) | (token == token[:, None])
+
+
+def places(seq_len: int, tree: NDArray[np.bool_] | None) -> NDArray[np.int64]:
+    """Where each token of a sequence stands for the window and for ALiBi.
+
+    At its position; a draft token of a tree right behind the query tokens that it sees, as if they were all.
+    """
+    place = np.arange(seq_len)
+    if tree is not None and len(tree):
+        first = seq_len - len(tree)
+        drafts = first + tree.sum(axis=1) - 1
+        place[max(first, 0) :] = drafts[max(-first, 0) :]
+    return place
+
+
+def visible(
+    seq_len: int,
+    query_position: int,
+    *,
+    causal: bool,
+    window: int | None = None,
+    tree: NDArray[np.bool_] | None = None,
+) -> NDArray[np.bool_]:
+    """Which keys a query token sees: `[seq_len]`. What it does not see has no influence, not even as NaN.
 
     causal: key_position <= query_position.
+    window: place of key > place of query - window (`places`).
+    tree:   of the sequence's query tokens, those that `tree_sight` says.
     """
-    seen = np.ones(key_position.shape, bool)
+    position = np.arange(seq_len)
+    seen = np.ones(seq_len, bool)
     if causal:
-        seen &= key_position <= query_position
+        seen &= position <= query_position
+    if query_position < 0:
+        return seen
+    place = places(seq_len, tree)
+    if window is not None:
+        seen &= place > place[query_position] - window
+    if tree is not None:
+        first = seq_len - len(tree)
+        seen[max(first, 0) :] &= tree[query_position - first, max(-first, 0) :]
     return seen
 
 
-def logits(query: F64, keys: F64, *, scale: float) -> F64:
-    """The logit of each key for each query head: `scale * (query . key)`.
+def logits(
+    query: F64,
+    keys: F64,
+    *,
+    scale: float,
+    soft_cap: float | None = None,
+    alibi_slopes: F64 | None = None,
+    distance: NDArray[Any] | None = None,
+) -> F64:
+    """The logit of each key for each query head.
 
-    query `[num_kv_heads, group, Dk]`, keys `[num_kv_heads, num_keys, Dk]`
+        x = scale * (query . key)
+        x = soft_cap * tanh(x / soft_cap)      with soft_cap
+        x = x + slope * distance               with alibi_slopes; distance = place of key - place of query
+
+    query `[num_kv_heads, group, Dk]`, keys `[num_kv_heads, num_keys, Dk]`, alibi_slopes
+    `[num_kv_heads, group]`, distance `[num_keys]`
     -> `[num_kv_heads, group, num_keys]`; query head h is number h % group of KV head h // group.
     """
-    return scale * (query @ keys.swapaxes(1, 2))
+    x = scale * (query @ keys.swapaxes(1, 2))
+    if soft_cap is not None:
+        x = soft_cap * np.tanh(x / soft_cap)
+    if alibi_slopes is not None:
+        x = x + alibi_slopes[..., None] * distance
+    return x
 
 
-def attend(scores: F64, values: F64) -> tuple[F64, F64]:
+def attend(scores: F64, values: F64, sinks: F64 | None = None) -> tuple[F64, F64]:
     """The state of a set of keys: `out = sum_j exp(score_j - lse) value_j`, `lse = log sum_j exp(score_j)`.
 
-    scores `[num_kv_heads, group, num_keys]`, values `[num_kv_heads, num_keys, Dv]`
-    -> out `[num_kv_heads, group, Dv]`, lse `[num_kv_heads, group]`. No keys: 0 and -inf.
+    scores `[num_kv_heads, group, num_keys]`, values `[num_kv_heads, num_keys, Dv]`, sinks
+    `[num_kv_heads, group]`: one more logit for the sum of the LSE, with a value of 0
+    -> out `[num_kv_heads, group, Dv]`, lse `[num_kv_heads, group]`. No keys: 0, and -inf or the sink.
     """
     lse = np.logaddexp.reduce(scores, axis=2, initial=-np.inf)
-    return np.exp(scores - lse[..., None]) @ values, lse
+    if sinks is not None:
+        lse = np.logaddexp(lse, sinks)
+    with np.errstate(invalid="ignore"):
+        weights = np.exp(scores - lse[..., None])
+    return weights @ values, lse
 
 
 def paged_attention(
@@ -76,6 +140,11 @@ def paged_attention(
     *,
     causal: bool = True,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
+    tree_mask: ArrayLike | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Attention of each sequence's last query tokens over its paged cache.
@@ -87,6 +156,11 @@ def paged_attention(
     cu_seqlens_q  `[num_seqs + 1]` int32, from 0 upwards: rows `cu_seqlens_q[s] : cu_seqlens_q[s + 1]` of the
                   query belong to sequence s; rows from `cu_seqlens_q[num_seqs]` on are padding, see nothing
     scale         multiplies query . key; `Dk ** -0.5` unless given
+    window        how many keys a query token sees at most, its own included (`visible`)
+    soft_cap      bounds the logits (`logits`)
+    alibi_slopes  `[num_q_heads]` (`logits`)
+    sinks         `[num_q_heads]` (`attend`); padding has none
+    tree_mask     `[num_tokens]` int64 (`tree_sight`), with causal only
     -> out `[num_tokens, num_q_heads, Dv]`, and with `return_lse` also lse `[num_tokens, num_q_heads]`
 
     The query tokens of a sequence are its last ones: token t of q_len sits at position `seq_len - q_len + t`,
@@ -102,18 +176,31 @@ def paged_attention(
     if scale is None:
         scale = key_head_dim**-0.5
 
+    def by_head(numbers: ArrayLike | None) -> F64 | None:
+        return None if numbers is None else _float64(numbers).reshape(num_kv_heads, group)
+
     query = query.reshape(num_tokens, num_kv_heads, group, key_head_dim)
     out = np.zeros((num_tokens, num_kv_heads, group, value_head_dim))
     lse = np.full((num_tokens, num_kv_heads, group), -np.inf)
     for seq, seq_len in enumerate(seq_lens):
         keys = sequence_tokens(key_cache, block_tables[seq], seq_len).swapaxes(0, 1)
         values = sequence_tokens(value_cache, block_tables[seq], seq_len).swapaxes(0, 1)
-        key_position = np.arange(seq_len)
         begin, end = cu_seqlens_q[seq], cu_seqlens_q[seq + 1]
+        tree = None if tree_mask is None else tree_sight(np.asarray(tree_mask)[begin:end])
+        place = places(seq_len, tree)
         for row in range(begin, end):
             query_position = seq_len - end + row
-            seen = visible(key_position, query_position, causal=causal)
-            out[row], lse[row] = attend(logits(query[row], keys[:, seen], scale=scale), values[:, seen])
+            seen = visible(seq_len, query_position, causal=causal, window=window, tree=tree)
+            distance = place[seen] - (place[query_position] if query_position >= 0 else query_position)
+            scores = logits(
+                query[row],
+                keys[:, seen],
+                scale=scale,
+                soft_cap=soft_cap,
+                alibi_slopes=by_head(alibi_slopes),
+                distance=distance,
+            )
+            out[row], lse[row] = attend(scores, values[:, seen], by_head(sinks))
     out = out.reshape(num_tokens, num_q_heads, value_head_dim)
     lse = lse.reshape(num_tokens, num_q_heads)
     return (out, lse) if return_lse else out
@@ -127,6 +214,10 @@ def paged_attention_decode(
     seq_lens: ArrayLike,
     *,
     scale: float | None = None,
+    window: int | None = None,
+    soft_cap: float | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    sinks: ArrayLike | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Attention of one query token per sequence: `paged_attention` with every q_len 1.
@@ -135,7 +226,18 @@ def paged_attention_decode(
     """
     ones = np.arange(len(np.asarray(seq_lens)) + 1)
     return paged_attention(
-        query, key_cache, value_cache, block_tables, seq_lens, ones, scale=scale, return_lse=return_lse
+        query,
+        key_cache,
+        value_cache,
+        block_tables,
+        seq_lens,
+        ones,
+        scale=scale,
+        window=window,
+        soft_cap=soft_cap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        return_lse=return_lse,
     )
 
 

@@ -16,33 +16,81 @@ constexpr size_t kWorkspaceAlignment = 256;
 
 size_t padded(size_t nbytes) { return nbytes ? nbytes + kWorkspaceAlignment : 0; }
 
-float scale_or_default(py::handle scale, int head_dim) {
-  if (scale.is_none()) return 1.0f / std::sqrt(float(head_dim));
-  const double value = PyFloat_AsDouble(scale.ptr());
+// Logits are taken to base 2: so much larger a factor becomes.
+constexpr double kLargestFactor = std::numeric_limits<float>::max() / 1.4427;
+
+double number(py::handle object, const char* name) {
+  const double value = PyFloat_AsDouble(object.ptr());
   if (value == -1.0 && PyErr_Occurred()) {
     if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
     PyErr_Clear();
-    fail<TypeError>("scale: is a ", Py_TYPE(scale.ptr())->tp_name, ", wanted a number");
+    fail<TypeError>(name, ": is a ", Py_TYPE(object.ptr())->tp_name, ", wanted a number");
   }
-  // Logits are taken to base 2: so much larger the factor becomes.
-  constexpr double kLargest = std::numeric_limits<float>::max() / 1.4427;
-  PAGED_OPS_REQUIRE(std::abs(value) < kLargest, "scale: is ", value, ", wanted a number below ", kLargest);
+  return value;
+}
+
+float scale_or_default(py::handle scale, int head_dim) {
+  if (scale.is_none()) return 1.0f / std::sqrt(float(head_dim));
+  const double value = number(scale, "scale");
+  PAGED_OPS_REQUIRE(std::abs(value) < kLargestFactor, "scale: is ", value, ", wanted a number below ",
+                    kLargestFactor);
   return float(value);
+}
+
+float soft_cap_or_none(py::handle soft_cap) {
+  if (soft_cap.is_none()) return 0.0f;
+  const double value = number(soft_cap, "soft_cap");
+  // A reciprocal of it is taken, too.
+  constexpr double kLeast = 1e-30;
+  PAGED_OPS_REQUIRE(value >= kLeast && value < kLargestFactor, "soft_cap: is ", value,
+                    ", wanted None or a number from ", kLeast, " to ", kLargestFactor);
+  return float(value);
+}
+
+int32_t window_or_none(py::handle window) {
+  if (window.is_none()) return 0;
+  if (PyBool_Check(window.ptr()) || !PyIndex_Check(window.ptr()))
+    fail<TypeError>("window: is a ", Py_TYPE(window.ptr())->tp_name, ", wanted None or an integer");
+  const py::object index = py::reinterpret_steal<py::object>(PyNumber_Index(window.ptr()));
+  if (!index) throw py::error_already_set();
+  int overflow = 0;
+  const long long value = PyLong_AsLongLongAndOverflow(index.ptr(), &overflow);
+  if (value == -1 && PyErr_Occurred()) throw py::error_already_set();
+  PAGED_OPS_REQUIRE(overflow >= 0 && (overflow > 0 || value >= 1), "window: is ", std::string(py::str(index)),
+                    ", wanted None or at least 1");
+  constexpr long long kWider = std::numeric_limits<int32_t>::max();  // than any sequence
+  return overflow > 0 || value >= kWider ? 0 : int32_t(value);
+}
+
+// A tensor of one number per query head, or per query token.
+template <class T>
+const T* vector_or_none(std::optional<Array>& array, py::handle object, const char* name, DType dtype,
+                        int64_t extent, const char* what, const Array& query) {
+  if (object.is_none()) return nullptr;
+  array.emplace(object, name);
+  array->require_ndim(1, what);
+  array->require_dtype(dtype);
+  array->require_shape(0, extent, what);
+  array->require_contiguous();
+  array->require_same_device(query);
+  return static_cast<const T*>(array->data());
 }
 
 }  // namespace
 
 py::object attention(py::handle query_in, py::handle key_cache_in, py::handle value_cache_in,
                      py::handle block_tables_in, py::handle seq_lens_in, py::handle cu_seqlens_q_in,
-                     py::handle scale, bool causal, py::object out_in, py::object lse_in, bool return_lse,
-                     py::object workspace_in, bool check) {
+                     py::handle scale, bool causal, py::handle window, py::handle soft_cap,
+                     py::handle alibi_slopes_in, py::handle sinks_in, py::handle tree_mask_in,
+                     py::object out_in, py::object lse_in, bool return_lse, py::object workspace_in,
+                     bool check) {
   const Array query(query_in, "query");
   const Array key_cache(key_cache_in, "key_cache");
   const Array value_cache(value_cache_in, "value_cache");
   const Array block_tables(block_tables_in, "block_tables");
   const Array seq_lens(seq_lens_in, "seq_lens");
   // All views live to the end of the call: they hold the memory that a capsule lends.
-  std::optional<Array> cu_seqlens_q, lse, workspace;
+  std::optional<Array> cu_seqlens_q, alibi_slopes, sinks, tree_mask, lse, workspace;
 
   query.require_ndim(3, "[num_tokens, num_q_heads, head_dim]");
   query.require_last_contiguous();
@@ -60,6 +108,15 @@ py::object attention(py::handle query_in, py::handle key_cache_in, py::handle va
   p.query_stride_head = query.stride_nbytes(1);
   p.scale = scale_or_default(scale, p.kv.key_head_dim);
   p.causal = causal;
+  p.rules = {.window = window_or_none(window),
+             .soft_cap = soft_cap_or_none(soft_cap),
+             .alibi_slopes = vector_or_none<float>(alibi_slopes, alibi_slopes_in, "alibi_slopes", DType::f32,
+                                                   p.num_q_heads, "[num_q_heads]", query),
+             .sinks = vector_or_none<float>(sinks, sinks_in, "sinks", DType::f32, p.num_q_heads,
+                                            "[num_q_heads]", query),
+             .tree_mask = vector_or_none<int64_t>(tree_mask, tree_mask_in, "tree_mask", DType::i64,
+                                                  p.num_tokens, "[num_tokens]", query)};
+  PAGED_OPS_REQUIRE(!p.rules.tree_mask || causal, "tree_mask: is given without causal, which it narrows");
 
   if (cu_seqlens_q_in.is_none()) {
     query.require_shape(0, p.tables.num_seqs,
@@ -126,10 +183,13 @@ py::object attention(py::handle query_in, py::handle key_cache_in, py::handle va
     }
   }
 
-  const bool recording = require_no_gradient({&query, &key_cache, &value_cache, &out, lse ? &*lse : &out});
+  const auto or_out = [&](const std::optional<Array>& array) { return array ? &*array : &out; };
+  const bool recording = require_no_gradient(
+      {&query, &key_cache, &value_cache, &out, or_out(lse), or_out(alibi_slopes), or_out(sinks)});
   const auto given = [](const std::optional<Array>& array) { return array ? &*array : nullptr; };
   require_apart({&out, given(lse), given(workspace)},
-                {&query, &key_cache, &value_cache, &block_tables, &seq_lens, given(cu_seqlens_q)});
+                {&query, &key_cache, &value_cache, &block_tables, &seq_lens, given(cu_seqlens_q),
+                 given(alibi_slopes), given(sinks), given(tree_mask)});
   if (p.num_tokens > 0) {
     const WithoutGil no_gil;
     backend.attention(p, context);

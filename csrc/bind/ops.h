@@ -8,11 +8,14 @@
 
 namespace paged_ops::bind {
 
-// cu_seqlens_q None = decode; out, lse, workspace None = allocated as the query's kind of tensor.
+// cu_seqlens_q None = decode; out, lse, workspace None = allocated as the query's kind of tensor. Other Nones
+// mean that there is none of it.
 // Returns out, or (out, lse) when return_lse.
 py::object attention(py::handle query, py::handle key_cache, py::handle value_cache, py::handle block_tables,
                      py::handle seq_lens, py::handle cu_seqlens_q, py::handle scale, bool causal,
-                     py::object out, py::object lse, bool return_lse, py::object workspace, bool check);
+                     py::handle window, py::handle soft_cap, py::handle alibi_slopes, py::handle sinks,
+                     py::handle tree_mask, py::object out, py::object lse, bool return_lse,
+                     py::object workspace, bool check);
 size_t attention_workspace_nbytes(const std::string& device, int64_t num_tokens, int64_t num_seqs,
                                   int64_t max_blocks_per_seq, int64_t block_size, int64_t num_q_heads,
                                   int64_t num_kv_heads, int64_t head_dim, int64_t value_head_dim,

@@ -11,6 +11,7 @@ class BlockProducts {
       : p_(p),
         task_(task),
         rows_(rows),
+        rule_(p),
         num_heads_(task.head_end - task.head_begin),
         num_blocks_(steps_of(rows.count, kBlockRows)),
         key_steps_(steps_of(p.kv.key_head_dim, kStepDims)),
@@ -19,8 +20,12 @@ class BlockProducts {
     query_ = carver.take<bf16>(int64_t(num_heads_) * num_blocks_ * key_steps_ * kTileElements);
     keys_ = carver.take<bf16>(int64_t(kChunkTokens) * key_steps_ * kStepDims);
     constexpr int64_t kStep = 2 * kTileElements;
-    values_ = {carver.take<bf16>(kStep * kChunkSteps * value_pairs_), kStep, kStep * kChunkSteps,
-               p.kv.value_head_dim};
+    const auto paired = [&] {
+      return PairedValues{carver.take<bf16>(kStep * kChunkSteps * value_pairs_), kStep, kStep * kChunkSteps,
+                          p.kv.value_head_dim};
+    };
+    values_ = paired();
+    kept_ = paired();
     scores_ = carver.take<float>(4 * kChunkTokens * kBlockRows);
     weights_ = carver.take<bf16>(4 * kChunkTokens * kBlockRows);
   }
@@ -117,17 +122,25 @@ class BlockProducts {
   struct RowPair {
     int block, num_blocks;  // the first one, and how many are distinct
     Sight sights[2];
-    int num_steps;
+    int first_step, end_step;
 
     RowPair(const Rows& rows, int block, int position, int num_tokens)
         : block(block),
           num_blocks((block + 1) * kBlockRows < rows.count ? 2 : 1),
           sights{sight_of(rows, block, position, num_tokens),
                  sight_of(rows, block + num_blocks - 1, position, num_tokens)},
-          num_steps(steps_of(sights[1].most(), kStepTokens)) {}
+          first_step(sights[0].first_step()),
+          end_step(sights[0].end_step()) {
+      const Sight& other = sights[1];
+      if (other.end_any == 0) return;
+      first_step = end_step == 0 || other.first_step() < first_step ? other.first_step() : first_step;
+      end_step = other.end_step() > end_step ? other.end_step() : end_step;
+    }
+
+    int num_steps() const { return end_step - first_step; }
 
     static Sight sight_of(const Rows& rows, int block, int position, int num_tokens) {
-      return Sight(rows.visible, block * kBlockRows, rows_in_block(rows.count, block), position, num_tokens);
+      return Sight(rows, block * kBlockRows, rows_in_block(rows.count, block), position, num_tokens);
     }
   };
 
@@ -160,39 +173,39 @@ class BlockProducts {
     PairedValues values;
     const bf16 *weights0, *weights1;
     float* states[2];
-    int counts[2];  // rows
+    int begins[2], ends[2];  // rows
     int64_t record;
-    int dims_left, num_steps;
-    int dims = 0, step = 0;
+    int dims_left, first_step, end_step;
+    int dims = 0, step = first_step;
 
     bool done() const { return dims_left == 0; }
     template <int kPart>
     void part() {
       constexpr int64_t kWeightsStep = kBlockRows * kStepTokens;
       if (dims_left == 0) return;
-      if (kPart == 0 && step == 0) clear_sums();
+      if (kPart == 0 && step == first_step) clear_sums();
       const bf16* const right = values.tiles(step, dims);
       Operands{weights0 + step * kWeightsStep, weights1 + step * kWeightsStep, right, right + kTileElements}
           .multiply<kPart>();
-      if (kPart < 3 || ++step < num_steps) return;
-      store_block<kSum00, kSum01>(states[0], counts[0]);
-      store_block<kSum10, kSum11>(states[1], counts[1]);
-      step = 0;
+      if (kPart < 3 || ++step < end_step) return;
+      store_block<kSum00, kSum01>(states[0], begins[0], ends[0]);
+      store_block<kSum10, kSum11>(states[1], begins[1], ends[1]);
+      step = first_step;
       dims++;
       dims_left--;
     }
 
     template <int kLow, int kHigh>
-    void store_block(float* state, int count) const {
+    void store_block(float* state, int begin, int end) const {
       float* const out = state + kStateHeader + dims * kStepDims;
-      if (count == kBlockRows) {
+      if (end - begin == kBlockRows) {
         store_tile<kLow>(out, record * sizeof(float));
         store_tile<kHigh>(out + kLanes, record * sizeof(float));
-      } else if (count > 0) {
+      } else if (begin < end) {
         alignas(64) float rows[kBlockRows][kStepDims];
         store_tile<kLow>(rows[0], sizeof(rows[0]));
         store_tile<kHigh>(rows[0] + kLanes, sizeof(rows[0]));
-        for (int row = 0; row < count; row++) {
+        for (int row = begin; row < end; row++) {
           store(out + row * record, load(rows[row]));
           store(out + row * record + kLanes, load(rows[row] + kLanes));
         }
@@ -224,13 +237,14 @@ class BlockProducts {
       float* const rows = states + pair.block * kBlockRows * record_;
       const bool last = pair.block == 0;
       prefetch(head, pair);
-      weigh_block(pair, 0, turn, rows, values);
+      weigh_block(head, position, pair, 0, turn, rows, values);
       finish(values);
       const RowPair next = last ? pair : pair_at(pair.block - 2);
       scores = last ? ScoreWork{} : score_work(head, next, turn ^ 1);
-      if (pair.num_blocks == 2) weigh_block(pair, 1, turn, rows + kBlockRows * record_, scores);
+      if (pair.num_blocks == 2)
+        weigh_block(head, position, pair, 1, turn, rows + kBlockRows * record_, scores);
       finish(scores);
-      values = value_work(pair, turn, rows, num_tokens);
+      values = value_work(pair, turn, rows);
       if (last) break;
       pair = next;
     }
@@ -251,7 +265,7 @@ class BlockProducts {
     if (first_ && pair.block > 0)
       add(p_.query, p_.query_stride_token, p_.query_stride_head, p_.kv.key_head_dim, pair.block - 2);
     if (last_) add(p_.out, p_.out_stride_token, p_.out_stride_head, p_.kv.value_head_dim, pair.block);
-    prefetcher_.pace(2 * pair.num_steps * weigh_slots(kBlockRows));
+    prefetcher_.pace(2 * pair.num_steps() * weigh_slots(kBlockRows));
   }
 
   ScoreWork score_work(int head, const RowPair& pair, int turn) {
@@ -262,50 +276,63 @@ class BlockProducts {
                      query);
       return query;
     };
-    return {keys_,
+    const int64_t group_elements = int64_t(key_steps_) * kTileElements;
+    const int64_t first_score = int64_t(pair.first_step) * kStepTokens * kBlockRows;
+    return {keys_ + pair.first_step * 2 * group_elements,
             query_of(pair.block),
             query_of(pair.block + pair.num_blocks - 1),
-            scores_of(turn, 0),
-            scores_of(turn, 1),
-            int64_t(key_steps_) * kTileElements,
-            pair.num_steps};
+            scores_of(turn, 0) + first_score,
+            scores_of(turn, 1) + first_score,
+            group_elements,
+            pair.num_steps()};
   }
 
   // What is left to do for a pair's values.
-  ValueWork value_work(const RowPair& pair, int turn, float* states, int num_tokens) {
+  ValueWork value_work(const RowPair& pair, int turn, float* states) {
+    const int first = pair.first_step, end = pair.end_step;
+    if (first == end) return ValueWork{};  // an empty state has a header only
     ValueWork work{values_,
                    weights_of(turn, 0),
                    weights_of(turn, 1),
                    {states, states + kBlockRows * record_},
+                   {0, 0},
                    {pair.sights[0].num_rows, pair.num_blocks == 2 ? pair.sights[1].num_rows : 0},
                    record_,
                    value_pairs_,
-                   pair.num_steps};
-    // Of the last step there may be tokens that no row sees.
-    const int end = pair.num_steps * kStepTokens < num_tokens ? pair.num_steps * kStepTokens : num_tokens;
-    if (end == 0) return ValueWork{};  // an empty state has a header only
-    if (!must_cut(pair.sights[0], values_, end)) return work;
-    for (int i = pair.num_blocks - 1; i >= 0; i--)
-      pair.sights[i].for_each_group([&](int, int group_end) {
-        // Pairs that come later see less, so that what is cleared is not missed.
-        values_.clear(pair.sights[i].seen[group_end - 1], end);
+                   first,
+                   end};
+    const auto cut = [&](const Sight& sight) { return must_cut(sight, values_, first, end); };
+    if (!cut(pair.sights[0]) && !cut(pair.sights[1])) return work;
+    work.values = kept_;
+    for (int i = 0; i < pair.num_blocks; i++)
+      pair.sights[i].for_each_group([&](int group_begin, int group_end) {
+        for (int step = first; step < end; step++)
+          kept_.copy_kept(values_, step, word_of(pair.sights[i], step, group_begin));
         ValueWork run = work;
-        run.counts[i] = group_end;
-        run.counts[1 - i] = 0;
+        run.begins[i] = group_begin;
+        run.ends[i] = group_end;
+        run.ends[1 - i] = 0;
         finish(run);
       });
     return ValueWork{};
   }
 
   template <class Work>
-  void weigh_block(const RowPair& pair, int i, int turn, float* states, Work& meanwhile) {
+  void weigh_block(int head, int position, const RowPair& pair, int i, int turn, float* states,
+                   Work& meanwhile) {
     RowSums sums;
-    weigh<kBlockRows>(scores_of(turn, i), pair.sights[i], pair.num_steps, p_.scale, weights_of(turn, i), sums,
-                      [&](auto part) __attribute__((always_inline)) {
+    const Sight& sight = pair.sights[i];
+    const int group = p_.num_q_heads / p_.kv.num_kv_heads;
+    if (!rule_.plain())
+      apply_rule<kBlockRows>(rule_, rows_, (pair.block + i) * kBlockRows, sight.num_rows,
+                             (task_.head_begin + head) * group, group, position, pair.first_step,
+                             pair.end_step, scores_of(turn, i));
+    weigh<kBlockRows>(scores_of(turn, i), sight, pair.first_step, pair.end_step, rule_.factor(),
+                      weights_of(turn, i), sums, [&](auto part) __attribute__((always_inline)) {
                         meanwhile.template part<decltype(part)::value>();
                         if constexpr (decltype(part)::value == 0) prefetcher_.step();
                       });
-    store_headers(sums, pair.sights[i].num_rows, states, record_);
+    store_headers(sums, sight.num_rows, states, record_);
   }
 
   float* scores_of(int turn, int i) const { return scores_ + (2 * turn + i) * kChunkTokens * kBlockRows; }
@@ -314,6 +341,7 @@ class BlockProducts {
   const AttentionParams& p_;
   const AttentionTask& task_;
   const Rows rows_;
+  const LogitRule rule_;
   const int num_heads_, num_blocks_, key_steps_, value_pairs_;
   const int64_t record_;
   bool configured_ = false;
@@ -323,6 +351,7 @@ class BlockProducts {
   bf16* query_;          // [heads, blocks, key_steps, 16, 16, 2]
   bf16* keys_;           // of a chunk, copied
   PairedValues values_;  // of a chunk
+  PairedValues kept_;    // those that some rows see
   float* scores_;        // [2, 2, kChunkTokens, kBlockRows]: two pairs of blocks
   bf16* weights_;        // [2, 2, kChunkSteps, kBlockRows, kStepTokens]
 };

@@ -105,35 +105,42 @@ struct PairedValues {
     }
   }
 
-  // Whether no value of the tokens [begin, end) is infinite or NaN.
-  bool finite(int begin, int end) const {
+  // Whether no value of a step's tokens that have their bits in `tokens` is infinite or NaN.
+  bool finite(int step, uint32_t tokens) const {
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
     __mmask32 found = 0;
-    for_each_vector(begin, end, [&](bf16* x, __mmask32 words) {
-      found |=
-          _mm512_mask_cmpeq_epi16_mask(words, _mm512_and_si512(_mm512_load_si512(x), exponent), exponent);
+    for_each_vector(step, [&](const bf16* x, int t) {
+      const __m512i bits = _mm512_and_si512(_mm512_load_si512(x), exponent);
+      found |= _mm512_mask_cmpeq_epi16_mask(pair_words(tokens >> t), bits, exponent);
     });
     return found == 0;
   }
 
-  void clear(int begin, int end) const {
-    for_each_vector(begin, end, [](bf16* x, __mmask32 words) {
-      _mm512_mask_storeu_epi16(x, words, _mm512_setzero_si512());
+  // Of a step of `from`, which has the same strides, the tokens that have their bits; zeros in place of
+  // others.
+  void copy_kept(const PairedValues& from, int step, uint32_t tokens) const {
+    const int64_t offset = base - from.base;
+    from.for_each_vector(step, [&](const bf16* x, int t) {
+      _mm512_store_si512(const_cast<bf16*>(x) + offset,
+                         _mm512_maskz_mov_epi16(pair_words(tokens >> t), _mm512_load_si512(x)));
     });
   }
 
  private:
-  // Calls f(vector, which of its 16-bit words are of the tokens [begin, end)).
+  // The 16-bit words of a pair of tokens that have their bits.
+  static __mmask32 pair_words(uint32_t pair) {
+    return (pair & 1 ? 0x55555555u : 0u) | (pair & 2 ? 0xaaaaaaaau : 0u);
+  }
+
+  // Calls f(vector, its first token) for all of a step.
   template <class F>
-  void for_each_vector(int begin, int end, F&& f) const {
-    for (int t = begin / 2 * 2; t < end; t += 2) {
-      const __mmask32 words = (t < begin ? 0u : 0x55555555u) | (t + 1 < end ? 0xaaaaaaaau : 0u);
+  void for_each_vector(int step, F&& f) const {
+    for (int t = 0; t < kStepTokens; t += 2)
       for (int i = 0; i < dim; i += kStepDims) {
-        bf16* x = tiles(t / kStepTokens, i / kStepDims) + t % kStepTokens / 2 * kTileRow;
-        f(x, words);
-        f(x + kTileElements, words);
+        const bf16* x = tiles(step, i / kStepDims) + t / 2 * kTileRow;
+        f(x, t);
+        f(x + kTileElements, t);
       }
-    }
   }
 };
 
@@ -146,7 +153,16 @@ inline void store_headers(const RowSums& sums, int num_rows, float* states, int6
   }
 }
 
-// Whether weights of 0 would count, for lack of finite values among tokens that only some rows see.
-inline bool must_cut(const Sight& sight, const PairedValues& values, int num_tokens) {
-  return sight.least() < num_tokens && !values.finite(sight.least(), num_tokens);
+// Whether weights of 0 would count, for lack of finite values among tokens that not all rows see.
+inline bool must_cut(const Sight& sight, const PairedValues& values, int first_step, int end_step) {
+  for (int step = first_step; step < end_step; step++)
+    if (const uint32_t hidden = sight.hidden(step); hidden != 0 && !values.finite(step, hidden)) return true;
+  return false;
+}
+
+// The row's own bits of a step's tokens.
+inline uint32_t word_of(const Sight& sight, int step, int row) {
+  alignas(64) uint32_t words[kBlockRows];
+  _mm512_store_si512(words, sight.words(step));
+  return words[row];
 }

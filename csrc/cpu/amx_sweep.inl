@@ -10,6 +10,7 @@ class SweepProducts {
       : p_(p),
         task_(task),
         rows_(rows),
+        rule_(p),
         num_heads_(task.head_end - task.head_begin),
         columns_(columns_for(rows.count)),
         key_steps_(steps_of(p.kv.key_head_dim, kStepDims)),
@@ -19,9 +20,13 @@ class SweepProducts {
         copies_keys_(p.kv.block_size % 16 != 0 || p.kv.key_head_dim % kStepDims != 0) {
     query_ = carver.take<bf16>(int64_t(num_heads_) * query_elements());
     keys_ = carver.take<bf16>(copies_keys_ ? kStepTokens * key_steps_ * kStepDims : 0);
-    for (PairedValues& values : values_)
-      values = {carver.take<bf16>(int64_t(kStepTokens) * value_pairs_ * kStepDims), 0, 2 * kTileElements,
-                p.kv.value_head_dim};
+    const auto paired = [&] {
+      return PairedValues{carver.take<bf16>(int64_t(kStepTokens) * value_pairs_ * kStepDims), 0,
+                          2 * kTileElements, p.kv.value_head_dim};
+    };
+    values_[0] = paired();
+    values_[1] = paired();
+    kept_ = paired();
     scores_ = carver.take<float>(int64_t(num_heads_) * kChunkTokens * columns_);
     weights_ = carver.take<bf16>(int64_t(num_heads_) * kChunkTokens * columns_);
   }
@@ -58,19 +63,19 @@ class SweepProducts {
       });
       for (int head = 0; head < num_heads_; head++) score(head, tile, at - begin);
     }
-    const Sight sight(rows_.visible, 0, rows_.count, begin, end - begin);
+    const Sight sight(rows_, 0, rows_.count, begin, end - begin);
     const int num_steps = steps_of(end - begin, kStepTokens);
     enter(end, end, num_steps * weigh_slots(columns_),
           [&] { walk.prefetch_values(begin, tile_end(begin, end), prefetcher_); });
     for (int head = 0; head < num_heads_; head++) {
       float* const state = states + head * rows_.count * record_;
       clear_states(state);
-      weigh_head(head, sight, num_steps, state);
+      weigh_head(head, begin, sight, num_steps, state);
     }
     for (int at = begin, next; at < end; at = next) {
       next = tile_end(at, end);
       enter(at, next, kStepTokens / 2, [&] { walk.prefetch_values(next, tile_end(next, end), prefetcher_); });
-      const Sight here(rows_.visible, 0, rows_.count, at, next - at);
+      const Sight here(rows_, 0, rows_.count, at, next - at);
       for (int head = 0; head < num_heads_; head++)
         add_values(head, tile, here, at - begin, states + head * rows_.count * record_);
     }
@@ -133,13 +138,18 @@ class SweepProducts {
     if (two) store_tile<kScoresB>(scores + 16 * columns_, query_stride);
   }
 
-  void weigh_head(int head, const Sight& sight, int num_steps, float* states) {
+  void weigh_head(int head, int position, const Sight& sight, int num_steps, float* states) {
     RowSums sums;
+    const int group = p_.num_q_heads / p_.kv.num_kv_heads;
     const auto call = [&](auto columns) {
-      weigh<decltype(columns)::value>(scores_of(head), sight, num_steps, p_.scale, weights_of(head), sums,
-                                      [&](auto part) {
-                                        if (decltype(part)::value == 0) prefetcher_.step();
-                                      });
+      constexpr int kColumns = decltype(columns)::value;
+      if (!rule_.plain())
+        apply_rule<kColumns>(rule_, rows_, 0, rows_.count, (task_.head_begin + head) * group, group, position,
+                             0, num_steps, scores_of(head));
+      weigh<kColumns>(scores_of(head), sight, 0, num_steps, rule_.factor(), weights_of(head), sums,
+                      [&](auto part) {
+                        if (decltype(part)::value == 0) prefetcher_.step();
+                      });
     };
     switch (columns_) {
       case 1: call(Constant<1>{}); break;
@@ -198,15 +208,13 @@ class SweepProducts {
                 });
     pending_.finish();
     const bf16* const weights = weights_of(head) + token * columns_;
-    if (!must_cut(sight, values, tile.num_tokens)) {
+    if (!must_cut(sight, values, 0, 1)) {
       pending_ = value_work(values, weights, 0, rows_.count, states);
       return;
     }
     sight.for_each_group([&](int begin, int end) {
-      const int seen = sight.seen[begin];
-      if (seen == 0) return;
-      values.clear(seen, tile.num_tokens);
-      value_work(values, weights, begin, end, states).finish();
+      kept_.copy_kept(values, 0, word_of(sight, 0, begin));
+      value_work(kept_, weights, begin, end, states).finish();
     });
   }
 
@@ -217,6 +225,7 @@ class SweepProducts {
   const AttentionParams& p_;
   const AttentionTask& task_;
   const Rows rows_;
+  const LogitRule rule_;
   const int num_heads_, columns_, key_steps_, value_pairs_;
   const int64_t record_;
   const bool copies_keys_;
@@ -225,6 +234,7 @@ class SweepProducts {
   bf16* query_;             // [heads, key_steps, 16, columns, 2]
   bf16* keys_;              // of a step, copied
   PairedValues values_[2];  // of a step, by turns
+  PairedValues kept_;       // those that some rows see
   int turn_ = 0;
   ValueWork pending_{};
   float* scores_;  // [heads, kChunkTokens, columns]

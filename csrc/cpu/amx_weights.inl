@@ -9,37 +9,83 @@
 
 constexpr int kChunkSteps = kChunkTokens / kStepTokens;
 
-// How many tokens of a chunk the rows of a block see: row i is column i.
+inline __m512i lane_numbers() {
+  return _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+}
+
+// Which tokens of a chunk, or of a part of one, the rows of a block see: row i is column i. They are taken in
+// steps of kStepTokens.
 struct Sight {
-  alignas(64) int32_t seen[kBlockRows];  // not descending; columns after the last row see nothing
-  int num_rows;
+  alignas(64) int32_t first[kBlockRows], end[kBlockRows];  // row i: [first, end), less what its tree hides
+  const uint64_t* tree;                                    // [num_rows] as in Rows
+  int tree_begin, num_rows, num_tokens;
+  int first_any, end_any;  // what some row sees lies in between
+  int first_all, end_all;  // what lies in between is seen by all, but for the tree
 
-  // Rows [first, first + num_rows) of a head, on `num_tokens` tokens from `position` on.
-  Sight(const int* visible, int first, int num_rows, int position, int num_tokens) : num_rows(num_rows) {
-    const __mmask16 rows = __mmask16((1u << num_rows) - 1);
-    const __m512i keys = _mm512_maskz_loadu_epi32(rows, visible + first);
-    const __m512i left = _mm512_sub_epi32(keys, _mm512_set1_epi32(position));
-    _mm512_store_si512(seen, _mm512_min_epi32(_mm512_max_epi32(left, _mm512_setzero_si512()),
-                                              _mm512_set1_epi32(num_tokens)));
+  // Rows [row, row + num_rows) of a head, on `num_tokens` tokens from `position` on.
+  Sight(const Rows& rows, int row, int num_rows, int position, int num_tokens)
+      : tree(rows.tree ? rows.tree + row : nullptr),
+        tree_begin(rows.tree ? rows.tree_begin - position : num_tokens),
+        num_rows(num_rows),
+        num_tokens(num_tokens) {
+    const __mmask16 mask = __mmask16((1u << num_rows) - 1);
+    const auto clamped = [&](const int32_t* positions) {
+      const __m512i x = _mm512_maskz_loadu_epi32(mask, positions + row);
+      const __m512i tokens =
+          _mm512_max_epi32(_mm512_sub_epi32(x, _mm512_set1_epi32(position)), _mm512_setzero_si512());
+      return _mm512_maskz_min_epi32(mask, tokens, _mm512_set1_epi32(num_tokens));
+    };
+    const __m512i begins = clamped(rows.first), ends = clamped(rows.visible);
+    _mm512_store_si512(first, begins);
+    _mm512_store_si512(end, ends);
+    first_all = _mm512_mask_reduce_max_epi32(mask, begins);
+    end_all = end[0];
+    const __mmask16 seeing = _mm512_mask_cmplt_epi32_mask(mask, begins, ends);
+    first_any = seeing ? _mm512_mask_reduce_min_epi32(seeing, begins) : 0;
+    end_any = seeing ? end[num_rows - 1] : 0;
   }
 
-  int least() const { return seen[0]; }
-  int most() const { return seen[num_rows - 1]; }
+  int first_step() const { return first_any / kStepTokens; }
+  int end_step() const { return (end_any + kStepTokens - 1) / kStepTokens; }
 
-  // Of lane i, when kColumns columns of each token lie in a vector: what its row sees from its token on.
-  template <int kColumns>
-  __m512i from_lanes() const {
-    const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    const __m512i columns = _mm512_and_si512(lanes, _mm512_set1_epi32(kColumns - 1));
-    const __m512i tokens = _mm512_srli_epi32(lanes, __builtin_ctz(kColumns));
-    return _mm512_sub_epi32(_mm512_permutexvar_epi32(columns, _mm512_load_si512(seen)), tokens);
+  // Whether every row sees all of a step.
+  bool whole(int step) const {
+    const int begin = step * kStepTokens, end = begin + kStepTokens;
+    return first_all <= begin && end <= end_all && end <= tree_begin;
   }
 
-  // Calls f(begin, end) for each group of rows that see the same, those that see most first.
+  // Bit t of word r: whether row r sees token t of the step.
+  __m512i words(int step) const {
+    const auto from = [&](const int32_t* tokens) {
+      const __m512i begin =
+          _mm512_sub_epi32(_mm512_load_si512(tokens), _mm512_set1_epi32(step * kStepTokens));
+      return _mm512_sllv_epi32(_mm512_set1_epi32(-1), _mm512_max_epi32(begin, _mm512_setzero_si512()));
+    };
+    const __m512i seen = _mm512_andnot_si512(from(end), from(first));
+    const int from_tree = tree_begin - step * kStepTokens;
+    if (!tree || from_tree >= kStepTokens) return seen;
+    alignas(64) uint32_t own[kBlockRows] = {};
+    for (int row = 0; row < num_rows; row++) own[row] = Rows::tree_word(tree[row], from_tree);
+    return _mm512_and_si512(seen, _mm512_load_si512(own));
+  }
+
+  // Tokens of a step that not every row sees, those that no row sees included.
+  uint32_t hidden(int step) const {
+    if (whole(step)) return 0;
+    const __mmask16 mask = __mmask16((1u << num_rows) - 1);
+    return ~uint32_t(_mm512_mask_reduce_and_epi32(mask, words(step))) &
+           lowest_bits(num_tokens - step * kStepTokens);
+  }
+
+  bool sees_as(int a, int b) const {
+    return first[a] == first[b] && end[a] == end[b] && (!tree || tree[a] == tree[b]);
+  }
+
+  // Calls f(begin, end) for each group of neighbouring rows that see the same.
   template <class F>
   void for_each_group(F&& f) const {
-    for (int end = num_rows, begin; end > 0; end = begin) {
-      for (begin = end - 1; begin > 0 && seen[begin - 1] == seen[end - 1];) begin--;
+    for (int begin = 0, end; begin < num_rows; begin = end) {
+      for (end = begin + 1; end < num_rows && sees_as(begin, end);) end++;
       f(begin, end);
     }
   }
@@ -70,8 +116,13 @@ class ScoreStep {
   static constexpr int kTokens = kLanes / kColumns;  // of a vector
   static constexpr int kVectors = kStepTokens / kTokens;
 
-  // left: of each lane's row, how many tokens it sees from the lane's first one on.
-  ScoreStep(const float* scores, __m512i left, Vec scale) : scores_(scores), left_(left), scale_(scale) {}
+  // words: of each row, the bits of the tokens that it sees; not looked at unless kMasked.
+  ScoreStep(const float* scores, __m512i words, Vec scale) : scores_(scores), scale_(scale) {
+    const __m512i columns = _mm512_and_si512(lane_numbers(), _mm512_set1_epi32(kColumns - 1));
+    // The bit of a lane's first token comes first.
+    words_ = _mm512_srlv_epi32(_mm512_permutexvar_epi32(columns, words),
+                               _mm512_srli_epi32(lane_numbers(), __builtin_ctz(kColumns)));
+  }
 
   // Into kMaxima vectors, whose greatest lanes are what counts.
   static constexpr int kMaxima = kVectors < 4 ? kVectors : 4;
@@ -91,11 +142,12 @@ class ScoreStep {
 
  private:
   __mmask16 kept(int n) const {
-    return kMasked ? _mm512_cmpgt_epi32_mask(left_, _mm512_set1_epi32(n * kTokens)) : __mmask16(0xffff);
+    return kMasked ? _mm512_test_epi32_mask(words_, _mm512_set1_epi32(int(1u << n * kTokens)))
+                   : __mmask16(0xffff);
   }
 
   const float* const scores_;
-  const __m512i left_;
+  __m512i words_;
   const Vec scale_;
 };
 
@@ -192,23 +244,50 @@ inline void finish_rounded(const WeightSums& sums, float* out) {
   }
 }
 
-// Scores [token][kColumns] of the first num_steps steps of a chunk into weights
-// [step][kColumns][kStepTokens].
+// Scores [token][kColumns] of a block on the steps [first_step, end_step) of a chunk become logits. Row 0 is
+// row `row` of a task's rows; the chunk begins at `position`.
+template <int kColumns>
+__attribute__((noinline)) void apply_rule(const LogitRule& rule, const Rows& rows, int row, int num_rows,
+                                          int first_head, int group, int position, int first_step,
+                                          int end_step, float* scores) {
+  alignas(64) float slopes[kLanes] = {};
+  alignas(64) int32_t query_places[kLanes] = {};
+  for (int column = 0; column < num_rows; column++) {
+    slopes[column] = rule.slope(first_head + (row + column) % group);
+    query_places[column] = rows.place[row + column];
+  }
+  const __m512i columns = _mm512_and_si512(lane_numbers(), _mm512_set1_epi32(kColumns - 1));
+  const __m512i tokens = _mm512_srli_epi32(lane_numbers(), __builtin_ctz(kColumns));
+  const Vec slope = _mm512_permutexvar_ps(columns, _mm512_load_ps(slopes));
+  const __m512i query_place = _mm512_permutexvar_epi32(columns, _mm512_load_si512(query_places));
+  constexpr int kTokens = kLanes / kColumns;
+  for (int step = first_step; step < end_step; step++) {
+    alignas(64) int32_t places[kStepTokens + kLanes] = {};
+    rows.places(position + step * kStepTokens, kStepTokens, places);
+    float* const x = scores + step * kStepTokens * kColumns;
+    for (int t = 0; t < kStepTokens; t += kTokens) {
+      const __m512i place = _mm512_permutexvar_epi32(tokens, _mm512_loadu_si512(places + t));
+      const Vec distance = _mm512_cvtepi32_ps(_mm512_sub_epi32(place, query_place));
+      store(x + t * kColumns, rule.apply(load(x + t * kColumns), slope, distance));
+    }
+  }
+}
+
+// Scores [token][kColumns] of the steps [first_step, end_step) of a chunk into weights
+// [step][kColumns][kStepTokens]; `factor` makes logits to base 2 of them.
 template <int kColumns, class F>
-__attribute__((noinline)) void weigh(const float* scores, const Sight& sight, int num_steps, float scale_,
-                                     bf16* weights, RowSums& out, F&& meanwhile) {
+__attribute__((noinline)) void weigh(const float* scores, const Sight& sight, int first_step, int end_step,
+                                     float factor, bf16* weights, RowSums& out, F&& meanwhile) {
   constexpr int kStepFloats = kStepTokens * kColumns;
-  const int num_whole = sight.least() / kStepTokens;  // steps of which every row sees all
-  const Vec scale = broadcast(scale_ * kLog2E);
-  const __m512i left = sight.from_lanes<kColumns>();
+  const Vec scale = broadcast(factor);
   // Calls f(step, its scores).
   const auto for_each_step = [&](auto&& f) __attribute__((always_inline)) {
-    int i = 0;
-    for (; i < num_whole && i < num_steps; i++)
-      f(i, ScoreStep<kColumns, false>(scores + i * kStepFloats, left, scale));
-    for (; i < num_steps; i++)
-      f(i, ScoreStep<kColumns, true>(scores + i * kStepFloats,
-                                     _mm512_sub_epi32(left, _mm512_set1_epi32(i * kStepTokens)), scale));
+    for (int i = first_step; i < end_step; i++)
+      if (sight.whole(i)) {
+        f(i, ScoreStep<kColumns, false>(scores + i * kStepFloats, _mm512_setzero_si512(), scale));
+      } else {
+        f(i, ScoreStep<kColumns, true>(scores + i * kStepFloats, sight.words(i), scale));
+      }
   };
 
   constexpr int kMaxima = ScoreStep<kColumns, false>::kMaxima;

@@ -30,17 +30,21 @@ constexpr int kTasksPerThread = 4;
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Sequence {
-  int32_t index, query_begin, query_end, seq_len;
+  int32_t index, query_begin, query_end, seq_len, first_key;
 
   Sequence(const AttentionParams& p, int32_t seq)
       : index(seq),
         query_begin(p.cu_seqlens_q ? p.cu_seqlens_q[seq] : seq),
         query_end(p.cu_seqlens_q ? p.cu_seqlens_q[seq + 1] : seq + 1),
-        seq_len(p.tables.seq_lens[seq]) {}
+        seq_len(p.tables.seq_lens[seq]),
+        first_key(first_visible_key(p.rules.window, position(query_begin))) {}
 
   int32_t num_tokens() const { return query_end - query_begin; }
   int32_t position(int32_t query_row) const { return seq_len - query_end + query_row; }
-  int64_t num_chunks() const { return ceil_div(seq_len, kChunkTokens); }  // the last token sees all keys
+  // The first token sees the first keys of all, the last one sees the last.
+  int32_t first_chunk() const { return first_key / kChunkTokens; }
+  int32_t num_keys() const { return seq_len - first_key; }
+  int64_t num_chunks() const { return ceil_div(seq_len, kChunkTokens) - first_chunk(); }
   bool sweeps() const { return num_tokens() <= kSweepTokens; }
   bool folds() const { return sweeps() && num_chunks() > 1; }
 };
@@ -60,7 +64,7 @@ class Plan {
       if (!s.sweeps()) prefill_rows += int64_t(s.num_tokens()) * p.num_q_heads;
       if (s.folds()) states_floats_ += s.num_chunks() * chunk_floats(s);
       // Four rows or so share a load; past them it is arithmetic that takes the time.
-      nbytes_ += s.seq_len * token_nbytes * (1 + s.num_tokens() * group_ / 4);
+      nbytes_ += s.num_keys() * token_nbytes * (1 + s.num_tokens() * group_ / 4);
     }
     const int64_t for_threads =
         num_threads > 1 ? ceil_div(kTasksPerThread * num_threads, std::max<int64_t>(num_sweeps, 1)) : 1;
@@ -84,7 +88,8 @@ class Plan {
       } else if (!s.folds()) {
         add_sweep(s, kAllChunks, nullptr, tasks);
       } else {
-        for (int32_t chunk = 0; chunk < s.num_chunks(); chunk++) add_sweep(s, chunk, states, tasks);
+        for (int32_t chunk = 0; chunk < s.num_chunks(); chunk++)
+          add_sweep(s, s.first_chunk() + chunk, states, tasks);
         add_sweep(s, kAllChunks, states, folds);
         states += s.num_chunks() * chunk_floats(s);
       }
@@ -107,6 +112,7 @@ class Plan {
             .head_begin = 0,
             .head_end = p_.kv.num_kv_heads,
             .chunk = kAllChunks,
+            .first_chunk = s.first_chunk(),
             .states = nullptr,
             .chunk_floats = chunk_floats(s)};
   }
@@ -176,6 +182,7 @@ size_t attention_workspace_nbytes(const AttentionParams& p) {
 void attention(const AttentionParams& p, const Context&) {
   check_block_tables(p.tables, p.kv);
   if (p.cu_seqlens_q) check_cu_seqlens_q(p.cu_seqlens_q, p.tables.num_seqs, p.num_tokens);
+  if (p.rules.tree_mask) check_tree_widths(p.cu_seqlens_q, p.tables.num_seqs);
 
   const Kernels& kernels = cpu::kernels();
   Plan plan(p, num_threads());

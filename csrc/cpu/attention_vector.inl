@@ -20,19 +20,36 @@ inline void for_each_row_block(int num_rows, F&& f) {
   }
 }
 
-// Values into the states of kRows rows of which the first sees `seen[0]` tokens of the tile, and so on.
+// Values into the states of kRows rows, of which row r sees the tokens of the tile whose bits are set in
+// seen[r]. A token that only some rows see is added to those alone: a weight of 0 would not do, for 0 * NaN
+// is NaN. The tokens of a row come in their order, however many see them.
 template <class E, int kRows>
-void weigh_visible(const Tile<E>& value, const int* seen, const float* weights, const float* decay,
+void weigh_visible(const Tile<E>& value, const uint32_t* seen, const float* weights, const float* decay,
                    float* const* out, Prefetcher* prefetcher) {
-  const int all = seen[0] > 0 ? seen[0] : 0;  // what every row sees, for later rows see no less
-  if (all > 0) weigh<E, kRows>(value, 0, all, weights, decay, out, prefetcher);
-  // The diagonal. A token that only some rows see is added to those alone: a weight of 0 would not do,
-  // for 0 * NaN is NaN.
-  for (int r = 0; r < kRows; r++)
-    if (seen[r] > all) {
-      const float factor = all > 0 ? 1.0f : decay[r];
-      weigh<E, 1>(value, all, seen[r], weights + r * kTileTokens, &factor, out + r, nullptr);
+  float factor[kRows];
+  uint64_t edges = 0;  // where some row begins or ceases to see
+  for (int r = 0; r < kRows; r++) {
+    factor[r] = decay[r];
+    edges |= uint64_t(seen[r]) ^ uint64_t(seen[r]) << 1;
+  }
+  while (edges != 0) {
+    const int begin = __builtin_ctzll(edges);
+    edges &= edges - 1;
+    if (edges == 0) break;  // from here on no row sees any
+    const int end = __builtin_ctzll(edges);
+    bool all = true;
+    for (int r = 0; r < kRows; r++) all &= seen[r] >> begin & 1;
+    if (all) {
+      weigh<E, kRows>(value, begin, end, weights, factor, out, prefetcher);
+      for (float& f : factor) f = 1.0f;
+      continue;
     }
+    for (int r = 0; r < kRows; r++)
+      if (seen[r] >> begin & 1) {
+        weigh<E, 1>(value, begin, end, weights + r * kTileTokens, factor + r, out + r, nullptr);
+        factor[r] = 1.0f;
+      }
+  }
 }
 
 template <class T>
@@ -44,6 +61,7 @@ class VectorProducts {
       : p_(p),
         task_(task),
         rows_(rows),
+        rule_(p),
         key_dim_(padded(p.kv.key_head_dim)),
         value_dim_(padded(p.kv.value_head_dim)),
         unpacks_(rows.count >= kUnpackRows) {
@@ -51,6 +69,7 @@ class VectorProducts {
     query_ = carver.take<float>(int64_t(task.head_end - task.head_begin) * rows.count * key_dim_);
     scores_ = carver.take<float>(int64_t(rows.count) * kTileTokens);
     decay_ = carver.take<float>(rows.count);
+    seen_ = carver.take<uint32_t>(rows.count);
     key_tile_ = carver.take<float>(unpacked_tokens * key_dim_);
     value_tile_ = carver.take<float>(unpacked_tokens * value_dim_);
     key_rows_ = carver.take<const char*>(unpacked_tokens);
@@ -110,46 +129,66 @@ class VectorProducts {
     if (unpacks_) {
       unpack(key, num_tokens, key_tile_, prefetcher_);
       unpack(value, num_tokens, value_tile_, prefetcher_);
-      take_tile(Tile<float>(key_rows_, 0, key_dim_), Tile<float>(value_rows_, 0, value_dim_), num_tokens,
-                position, query, states, nullptr);
+      take_tile(head, Tile<float>(key_rows_, 0, key_dim_), Tile<float>(value_rows_, 0, value_dim_),
+                num_tokens, position, query, states, nullptr);
     } else {
-      take_tile(key, value, num_tokens, position, query, states, &prefetcher_);
+      take_tile(head, key, value, num_tokens, position, query, states, &prefetcher_);
     }
+  }
+
+  int q_head_of(int head, int row) const {
+    const int group = p_.num_q_heads / p_.kv.num_kv_heads;
+    return (task_.head_begin + head) * group + row % group;
+  }
+
+  // A row's scores on a tile become logits.
+  void apply_rule(float* scores, int num_tokens, int q_head, const int32_t* places, int32_t place) const {
+    alignas(64) float distance[kTileTokens];
+    for (int t = 0; t < kTileTokens; t++) distance[t] = t < num_tokens ? float(places[t] - place) : 0.0f;
+    const Vec slope = broadcast(rule_.slope(q_head));
+    for (int t = 0; t < num_tokens; t += kLanes)
+      store(scores + t, rule_.apply(load(scores + t), slope, load(distance + t)));
   }
 
   // All rows of one KV head over a tile whose first key is at `position`. The first block of rows brings
   // the tile into the cache, so it is the one that prefetches.
   template <class E>
-  void take_tile(const Tile<E>& key, const Tile<E>& value, int num_tokens, int position, const float* query,
-                 float* states, Prefetcher* prefetcher) {
-    const float scale = p_.scale * kLog2E;
+  void take_tile(int head, const Tile<E>& key, const Tile<E>& value, int num_tokens, int position,
+                 const float* query, float* states, Prefetcher* prefetcher) {
     const int64_t record = state_floats(p_.kv.value_head_dim);
-    const auto seen_by = [&](int row) {
-      const int seen = rows_.visible[row] - position;
-      return seen < num_tokens ? seen : num_tokens;
-    };
+    const bool plain = rule_.plain();
+    int32_t places[kTileTokens];
+    if (!plain) rows_.places(position, num_tokens, places);
     Prefetcher* first_only = prefetcher;
     for_each_row_block(rows_.count, [&](int begin, auto count) {
       constexpr int kRows = decltype(count)::value;
-      const int most = seen_by(begin + kRows - 1);
-      if (most <= 0) return;
+      const int left = rows_.visible[begin + kRows - 1] - position;
+      const int most = left < num_tokens ? left : num_tokens;
+      if (most <= 0) {
+        for (int row = begin; row < begin + kRows; row++) seen_[row] = 0;
+        return;
+      }
       score<E, kRows>(key, most, query + int64_t(begin) * key_dim_, key_dim_, scores_ + begin * kTileTokens,
                       first_only);
       first_only = nullptr;
-      for (int row = begin; row < begin + kRows; row++)
-        if (const int seen = seen_by(row); seen > 0)
-          decay_[row] = take_scores(scores_ + row * kTileTokens, seen, scale, states + row * record);
+      for (int row = begin; row < begin + kRows; row++) {
+        const uint32_t seen = seen_[row] = rows_.word(row, position, num_tokens);
+        if (seen == 0) continue;
+        float* const scores = scores_ + row * kTileTokens;
+        if (!plain) apply_rule(scores, most, q_head_of(head, row), places, rows_.place[row]);
+        decay_[row] = take_scores(scores, seen, rule_.factor(), states + row * record);
+      }
     });
     first_only = prefetcher;
     for_each_row_block(rows_.count, [&](int begin, auto count) {
       constexpr int kRows = decltype(count)::value;
       float* out[kRows];
-      int seen[kRows];
+      uint32_t seen[kRows], any = 0;
       for (int r = 0; r < kRows; r++) {
         out[r] = states + (begin + r) * record + kStateHeader;
-        seen[r] = seen_by(begin + r);
+        any |= seen[r] = seen_[begin + r];
       }
-      if (seen[kRows - 1] <= 0) return;
+      if (any == 0) return;
       weigh_visible<E, kRows>(value, seen, scores_ + begin * kTileTokens, decay_ + begin, out, first_only);
       first_only = nullptr;
     });
@@ -158,12 +197,14 @@ class VectorProducts {
   const AttentionParams& p_;
   const AttentionTask& task_;
   const Rows rows_;
+  const LogitRule rule_;
   const int key_dim_, value_dim_;
   const bool unpacks_;
   Prefetcher prefetcher_;    // of the tile after the one at hand
   float* query_;             // [heads, rows, key_dim] in pair order
   float* scores_;            // [rows, kTileTokens]
   float* decay_;             // [rows]
+  uint32_t* seen_;           // [rows] of the tile's tokens
   float* key_tile_;          // [kTileTokens, key_dim], unpacked
   float* value_tile_;        // [kTileTokens, value_dim], unpacked
   const char** key_rows_;    // [kTileTokens] of key_tile

@@ -19,24 +19,16 @@ struct Constant {
   static constexpr int value = N;
 };
 
-// How many keys the query token at `position` sees: those at positions 0 .. visible_keys - 1.
-inline int visible_keys(const AttentionParams& p, int32_t seq, int32_t position) {
-  const int32_t seq_len = p.tables.seq_lens[seq];
-  if (!p.causal) return seq_len;
-  return position < 0 ? 0 : position + 1;
-}
-
 // Where the tile that begins at `begin` ends, of keys that end at `end`.
 inline int tile_end(int begin, int end) { return end - begin > kTileTokens ? begin + kTileTokens : end; }
 
-inline int chunks_of(int num_keys) { return num_keys / kChunkTokens + (num_keys % kChunkTokens != 0); }
+// Where the chunk of the key at `begin` ends, of keys that end at `end`.
+inline int chunk_end(int begin, int end) {
+  const int in_chunk = kChunkTokens - begin % kChunkTokens;
+  return end - begin > in_chunk ? begin + in_chunk : end;
+}
 
-// The rows of one KV head, token-major (row = token * group + query head of the group): the same for
-// every head of a task.
-struct Rows {
-  int count;
-  const int* visible;  // [count] keys that each sees, not descending
-};
+inline int chunks_of(int num_keys) { return num_keys / kChunkTokens + (num_keys % kChunkTokens != 0); }
 
 // Cuts one piece of memory into arrays at cache lines; with none it only counts.
 class Carver {
@@ -59,15 +51,15 @@ class Carver {
 
 // What every task needs, whatever its products.
 struct TaskMemory {
-  int* visible;         // [rows]
+  RowMemory rows;
   float* states;        // [heads, rows, state_floats] of the first chunk, and what it is folded with,
   float* later_states;  // and of one later chunk; of tasks that write no states to the workspace
 
-  TaskMemory(const AttentionParams& p, const AttentionTask& task, int num_rows, Carver& carver) {
+  TaskMemory(const AttentionParams& p, const AttentionTask& task, int num_rows, Carver& carver)
+      : rows(p, num_rows, carver) {
     const int64_t own_states =
         task.states ? 0
                     : int64_t(task.head_end - task.head_begin) * num_rows * state_floats(p.kv.value_head_dim);
-    visible = carver.take<int>(num_rows);
     states = carver.take<float>(own_states);
     later_states = carver.take<float>(own_states);
   }
@@ -81,7 +73,9 @@ template <class Products>
 size_t attend_scratch_nbytes(const AttentionParams& p, const AttentionTask& task) {
   Carver carver(nullptr);
   const TaskMemory memory(p, task, num_rows_of(p, task), carver);
-  const Products products(p, task, Rows{num_rows_of(p, task), memory.visible}, carver);
+  Rows rows{};
+  rows.count = num_rows_of(p, task);
+  const Products products(p, task, rows, carver);
   return carver.nbytes();
 }
 
@@ -92,7 +86,8 @@ T* out_row(const AttentionParams& p, int32_t token, int q_head) {
 }
 
 template <class T>
-void finish_rows(const AttentionParams& p, int32_t token, int q_head, const float* state) {
+void finish_rows(const AttentionParams& p, int32_t token, int q_head, float* state) {
+  if (p.rules.sinks) fold_sink(state, p.rules.sinks[q_head], state_floats(p.kv.value_head_dim));
   finish_row<T>(state, p.kv.value_head_dim, out_row<T>(p, token, q_head),
                 p.lse ? p.lse + int64_t(token) * p.num_q_heads + q_head : nullptr);
 }
@@ -103,22 +98,23 @@ void attend(const AttentionParams& p, const AttentionTask& task, void* scratch) 
   Carver carver(scratch);
   const int num_rows = num_rows_of(p, task);
   const TaskMemory memory(p, task, num_rows, carver);
-  const Rows rows{num_rows, memory.visible};
+  const Rows rows = memory.rows.rows_of(p, task);
   Products products(p, task, rows, carver);
 
   const int group = p.num_q_heads / p.kv.num_kv_heads;
   const int num_heads = task.head_end - task.head_begin;
   const int64_t record = state_floats(p.kv.value_head_dim);
   const int64_t head_floats = num_rows * record;
-  for (int row = 0; row < num_rows; row++)
-    memory.visible[row] = visible_keys(p, task.seq, task.position + row / group);
+  // What any row sees lies in [first_key, end_key). Tiles before it are left out, but not moved.
   const bool all_chunks = task.chunk == kAllChunks;
-  const int num_keys = rows.visible[num_rows - 1];  // that any row sees
-  const int first_key = all_chunks ? 0 : task.chunk * kChunkTokens;
-  const int end_key = all_chunks || num_keys - first_key < kChunkTokens ? num_keys : first_key + kChunkTokens;
+  const int chunk_begin = all_chunks ? 0 : task.chunk * kChunkTokens, num_keys = rows.greatest_visible();
+  const int first_tile = rows.least_first() / kTileTokens * kTileTokens;
+  const int first_key = first_tile > chunk_begin ? first_tile : chunk_begin;
+  const int end_key = all_chunks ? num_keys : chunk_end(chunk_begin, num_keys);
   float* const first_states =
-      task.states ? task.states + task.chunk * task.chunk_floats + task.head_begin * head_floats
-                  : memory.states;
+      task.states
+          ? task.states + (task.chunk - task.first_chunk) * task.chunk_floats + task.head_begin * head_floats
+          : memory.states;
   if (first_key >= end_key)
     for (int64_t i = 0; i < num_heads * num_rows; i++) clear_state(first_states + i * record, record);
 
@@ -126,20 +122,21 @@ void attend(const AttentionParams& p, const AttentionTask& task, void* scratch) 
                       sizeof(T));
   products.start(walk, first_key, end_key);
   for (int begin = first_key, end; begin < end_key; begin = end) {
-    end = end_key - begin > kChunkTokens ? begin + kChunkTokens : end_key;
+    end = chunk_end(begin, end_key);
     float* const states = begin == first_key ? first_states : memory.later_states;
     products.attend_chunk(walk, begin, end, end_key, states);
-    if (states == first_states) continue;
     for (int64_t i = 0; i < num_heads * num_rows; i++)
-      // Only rows that see something of the chunk: to others it adds nothing, and they may have a header
-      // only.
-      if (rows.visible[i % num_rows] > begin)
+      // Rows that see nothing of the chunk may have a header only.
+      if (const bool sees = rows.sees_any(int(i % num_rows), begin, end); states == first_states) {
+        if (!sees) clear_state(states + i * record, record);
+      } else if (sees) {
         fold_state(first_states + i * record, states + i * record, record);
+      }
   }
 
   if (task.states) return;
   for (int head = 0; head < num_heads; head++) {
-    const float* state = first_states + head * head_floats;
+    float* state = first_states + head * head_floats;
     for (int token = task.query_begin; token < task.query_end; token++)
       for (int g = 0; g < group; g++, state += record) {
         const int q_head = (task.head_begin + head) * group + g;
@@ -153,8 +150,12 @@ template <class T>
 void fold(const AttentionParams& p, const AttentionTask& task) {
   const int group = p.num_q_heads / p.kv.num_kv_heads, num_rows = num_rows_of(p, task);
   const int64_t record = state_floats(p.kv.value_head_dim);
+  const int32_t seq_len = p.tables.seq_lens[task.seq];
   for (int row = 0; row < num_rows; row++) {
-    const int num_chunks = chunks_of(visible_keys(p, task.seq, task.position + row / group));
+    // Chunks from a row's last key on have states too, but of no keys.
+    const int32_t position = task.position + row / group;
+    const int visible = !p.causal ? seq_len : position < 0 ? 0 : position + 1;
+    const int num_chunks = chunks_of(visible) - task.first_chunk;
     for (int head = task.head_begin; head < task.head_end; head++) {
       float* state = task.states + (int64_t(head) * num_rows + row) * record;
       for (int chunk = 1; chunk < num_chunks; chunk++)

@@ -36,6 +36,14 @@ void check_cu_seqlens_q(const int32_t* cu_seqlens_q, int32_t num_seqs, int32_t n
                     "] = ", cu_seqlens_q[num_seqs], ": wanted at most ", num_tokens, ", the tokens of query");
 }
 
+void check_tree_widths(const int32_t* cu_seqlens_q, int32_t num_seqs) {
+  for (int32_t seq = 0; seq < num_seqs; seq++) {
+    const int32_t num_tokens = cu_seqlens_q[seq + 1] - cu_seqlens_q[seq];
+    PAGED_OPS_REQUIRE(num_tokens <= kMaxTreeTokens, "tree_mask: sequence ", seq, " has ", num_tokens,
+                      " query tokens, wanted at most ", kMaxTreeTokens, ", the bits of a mask");
+  }
+}
+
 void check_slot_mapping(const int64_t* slot_mapping, int32_t num_tokens, const PagedKV& kv) {
   const int64_t num_slots = kv.num_blocks * kv.block_size;
   for (int32_t i = 0; i < num_tokens; i++)

@@ -11,6 +11,9 @@ void check_block_tables(const BlockTables& tables, const PagedKV& kv);
 // cu_seqlens_q starts at 0, does not fall, and ends within num_tokens.
 void check_cu_seqlens_q(const int32_t* cu_seqlens_q, int32_t num_seqs, int32_t num_tokens);
 
+// No sequence has more query tokens than a tree mask has bits.
+void check_tree_widths(const int32_t* cu_seqlens_q, int32_t num_seqs);
+
 // Every slot that is not negative lies in the cache.
 void check_slot_mapping(const int64_t* slot_mapping, int32_t num_tokens, const PagedKV& kv);
 

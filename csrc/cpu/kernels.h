@@ -28,6 +28,11 @@ static constexpr int64_t state_floats(int value_head_dim) {
   return kStateHeader + int64_t(value_head_dim + kStateGrain - 1) / kStateGrain * kStateGrain;
 }
 
+// The first key that a query token at `place` sees with a window; 0 stands for none.
+static constexpr int32_t first_visible_key(int32_t window, int32_t place) {
+  return window > 0 && place >= window ? place - window + 1 : 0;
+}
+
 // Query tokens [query_begin, query_end) of a sequence with KV heads [head_begin, head_end).
 struct AttentionTask {
   int32_t seq;
@@ -35,6 +40,7 @@ struct AttentionTask {
   int32_t position;                // of query_begin in its sequence; may be negative
   int32_t head_begin, head_end;
   int32_t chunk;         // the only one to look at, or kAllChunks
+  int32_t first_chunk;   // whose states come first
   float* states;         // [num_chunks, num_kv_heads, rows, state_floats], a row being a query token with one
                          // query head of the group; null = all chunks, straight to out
   int64_t chunk_floats;  // from a chunk's states to the next chunk's

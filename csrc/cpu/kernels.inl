@@ -4,7 +4,9 @@
 // clang-format off: each needs those before it
 #include "cpu/page_walk.inl"
 #include "cpu/products.inl"
+#include "cpu/logits.inl"
 #include "cpu/softmax.inl"
+#include "cpu/rows.inl"
 #include "cpu/attention_walk.inl"
 #include "cpu/attention_vector.inl"
 #include "cpu/merge_kernel.inl"

@@ -7,7 +7,6 @@
 // normalised.
 
 constexpr float kInfinity = __builtin_inff();
-constexpr float kLog2E = 1.44269504f;
 constexpr double kLn2 = 0.69314718055994531;
 
 // What logits are measured from. With nothing but -inf seen, anything finite gives weights of 0.
@@ -20,12 +19,14 @@ inline void clear_state(float* state, int64_t num_floats) {
   state[0] = -kInfinity;
 }
 
-// Turns a row's scores on a tile into weights and takes them into the state's maximum and sum. Returns
-// the factor that puts the weighted values so far on the new maximum's scale.
-inline float take_scores(float* scores, int num_tokens, float scale, float* state) {
+// Turns a row's scores on a tile, of whose tokens it sees those with their bits in `seen`, into weights and
+// takes them into the state's maximum and sum. Returns the factor that puts the weighted values so far on the
+// new maximum's scale.
+inline float take_scores(float* scores, uint32_t seen, float scale, float* state) {
+  const int num_tokens = 32 - __builtin_clz(seen);
   Vec greatest = broadcast(-kInfinity);
   for (int t = 0; t < num_tokens; t += kLanes) {
-    const Vec logits = keep_first(mul(load(scores + t), broadcast(scale)), num_tokens - t, -kInfinity);
+    const Vec logits = keep_bits(mul(load(scores + t), broadcast(scale)), seen >> t, -kInfinity);
     store(scores + t, logits);
     greatest = max(greatest, logits);
   }
@@ -42,6 +43,19 @@ inline float take_scores(float* scores, int num_tokens, float scale, float* stat
   state[0] = now;
   state[1] = state[2] = state[1] * decay + sum(total);
   return decay;
+}
+
+// Folds one more logit into a state, whose value is 0.
+inline void fold_sink(float* state, float sink, int64_t num_floats) {
+  const float logit = sink * kLog2E, before = state[0];
+  const float reference = reference_of(logit > before ? logit : before);
+  const float kept = exp2_of(before - reference), added = exp2_of(logit - reference);
+  state[0] = reference;
+  state[1] = state[1] * kept + added;
+  state[2] = state[2] * kept + added;
+  if (kept == 1.0f) return;
+  for (int64_t i = kStateHeader; i < num_floats; i += kLanes)
+    store(state + i, mul(load(state + i), broadcast(kept)));
 }
 
 // Folds the state of a later chunk into that of the chunks before it.

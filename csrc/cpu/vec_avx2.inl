@@ -18,6 +18,12 @@ inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm256_mul_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm256_fmadd_ps(a, b, c); }
 inline Vec max(Vec a, Vec b) { return _mm256_max_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm256_div_ps(a, b); }
+inline Vec abs(Vec x) { return _mm256_andnot_ps(broadcast(-0.0f), x); }
+inline Vec copy_sign(Vec size, Vec sign) { return _mm256_or_ps(size, _mm256_and_ps(broadcast(-0.0f), sign)); }
+inline Vec where_less(Vec a, Vec b, Vec x, Vec y) {
+  return _mm256_blendv_ps(y, x, _mm256_cmp_ps(a, b, _CMP_LT_OQ));
+}
 inline float first(Vec x) { return _mm256_cvtss_f32(x); }
 inline float sum(Vec x) {
   __m128 y = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));
@@ -30,10 +36,10 @@ inline float max(Vec x) {
   return _mm_cvtss_f32(_mm_max_ss(y, _mm_movehdup_ps(y)));
 }
 
-inline Vec keep_first(Vec x, int n, float other) {
-  const __m256i lane = _mm256_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7);
-  return _mm256_blendv_ps(broadcast(other), x,
-                          _mm256_castsi256_ps(_mm256_cmpgt_epi32(_mm256_set1_epi32(n), lane)));
+inline Vec keep_bits(Vec x, uint32_t bits, float other) {
+  const __m256i lane = _mm256_setr_epi32(1, 2, 4, 8, 16, 32, 64, 128);
+  const __m256i kept = _mm256_cmpeq_epi32(_mm256_and_si256(_mm256_set1_epi32(int(bits)), lane), lane);
+  return _mm256_blendv_ps(broadcast(other), x, _mm256_castsi256_ps(kept));
 }
 
 inline Vec exp2(Vec x) {

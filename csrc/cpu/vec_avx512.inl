@@ -18,6 +18,12 @@ inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }
 inline Vec mul(Vec a, Vec b) { return _mm512_mul_ps(a, b); }
 inline Vec fma(Vec a, Vec b, Vec c) { return _mm512_fmadd_ps(a, b, c); }
 inline Vec max(Vec a, Vec b) { return _mm512_max_ps(a, b); }
+inline Vec div(Vec a, Vec b) { return _mm512_div_ps(a, b); }
+inline Vec abs(Vec x) { return _mm512_abs_ps(x); }
+inline Vec copy_sign(Vec size, Vec sign) { return _mm512_or_ps(size, _mm512_and_ps(broadcast(-0.0f), sign)); }
+inline Vec where_less(Vec a, Vec b, Vec x, Vec y) {
+  return _mm512_mask_mov_ps(y, _mm512_cmp_ps_mask(a, b, _CMP_LT_OQ), x);
+}
 inline float first(Vec x) { return _mm512_cvtss_f32(x); }
 inline float sum(Vec x) {
   const __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
@@ -34,8 +40,8 @@ inline float max(Vec x) {
 
 inline __mmask32 first_lanes(int n) { return n >= 32 ? ~0u : (1u << n) - 1; }
 
-inline Vec keep_first(Vec x, int n, float other) {
-  return _mm512_mask_mov_ps(broadcast(other), __mmask16(first_lanes(n)), x);
+inline Vec keep_bits(Vec x, uint32_t bits, float other) {
+  return _mm512_mask_mov_ps(broadcast(other), __mmask16(bits), x);
 }
 
 inline Vec exp2(Vec x) {

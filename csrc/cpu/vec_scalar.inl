@@ -26,6 +26,12 @@ inline Vec sub(Vec a, Vec b) { return a - b; }
 inline Vec mul(Vec a, Vec b) { return a * b; }
 inline Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }  // rounded twice, everywhere alike
 inline Vec max(Vec a, Vec b) { return a > b ? a : b; }     // b where either is NaN
+inline Vec div(Vec a, Vec b) { return a / b; }
+inline Vec abs(Vec x) { return (Vec)((IntVec)x & 0x7fffffff); }
+inline Vec copy_sign(Vec size, Vec sign) {
+  return (Vec)((IntVec)size | ((IntVec)sign & INT32_MIN));
+}  // size >= 0
+inline Vec where_less(Vec a, Vec b, Vec x, Vec y) { return a < b ? x : y; }  // y where either is NaN
 inline float first(Vec x) { return x[0]; }
 inline float sum(Vec x) { return (x[0] + x[2]) + (x[1] + x[3]); }
 inline float max(Vec x) {
@@ -33,9 +39,10 @@ inline float max(Vec x) {
   return even > odd ? even : odd;
 }
 
-// The first `n` lanes of x, `other` in the rest.
-inline Vec keep_first(Vec x, int n, float other) {
-  return IntVec{0, 1, 2, 3} < IntVec{n, n, n, n} ? x : broadcast(other);
+// The lanes of x whose bits are set, `other` in the rest.
+inline Vec keep_bits(Vec x, uint32_t bits, float other) {
+  const int32_t b = int32_t(bits);
+  return (IntVec{b, b, b, b} & IntVec{1, 2, 4, 8}) != 0 ? x : broadcast(other);
 }
 
 // 2^x for x <= 0, relative error below 2e-7; 0 below 2^-126, NaN for NaN.

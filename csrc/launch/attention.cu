@@ -38,6 +38,10 @@ void launch_work_list(const kernels::AttentionArgs& args, cudaStream_t stream) {
 }
 
 void attention(const AttentionParams& p, const Context& context) {
+  const AttentionRules& rules = p.rules;
+  PAGED_OPS_REQUIRE(
+      !rules.window && rules.soft_cap == 0.f && !rules.alibi_slopes && !rules.sinks && !rules.tree_mask,
+      "window, soft_cap, alibi_slopes, sinks, tree_mask: not on this backend yet");
   const DeviceGuard guard(context.device);
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const AttentionPlan plan = plan_attention(p);

@@ -7,6 +7,22 @@
 
 namespace paged_ops {
 
+// What a query token sees and what becomes of its logits, beyond `scale` and `causal`. Zeros and nulls do
+// nothing.
+//
+// A tree mask narrows `causal` among a sequence's query tokens, of which there are at most kMaxTreeTokens:
+// token t sees itself and those tokens i < t whose bit i is set in its mask; keys before the query tokens it
+// sees all. It then stands where it would if the ones that it sees were the only ones. That place is what
+// the window and ALiBi go by, for queries and for keys; it is a token's position where there is no tree.
+struct AttentionRules {
+  int32_t window;             // a token sees its own place and the window - 1 places before it; 0 = all
+  float soft_cap;             // scale * query . key = x becomes soft_cap * tanh(x / soft_cap); 0 = it stays x
+  const float* alibi_slopes;  // [num_q_heads] logits gain slope * (place of key - place of query); null
+  const float* sinks;         // [num_q_heads] each row has one more logit, whose value is 0; null
+  const int64_t* tree_mask;   // [num_tokens] bits; null. Only with cu_seqlens_q and causal
+};
+constexpr int kMaxTreeTokens = 64;
+
 // Query token t of sequence s sits at position seq_lens[s] - num_query_tokens(s) + t and, when
 // `causal`, sees the keys at positions 0 .. its own.
 struct AttentionParams {
@@ -25,6 +41,7 @@ struct AttentionParams {
 
   float scale;  // multiplies query . key
   bool causal;
+  AttentionRules rules;
 
   void* workspace;  // at least attention_workspace_nbytes() bytes, 256-byte aligned
   size_t workspace_nbytes;

@@ -88,6 +88,11 @@ class Case:
     layout: str = "NHD"
     causal: bool = True
     scale: float | None = None
+    window: int | None = None
+    soft_cap: float | None = None
+    alibi: bool = False
+    sinks: bool = False
+    tree: bool = False  # the query tokens of each sequence are a tree of drafts
     padding: int = 0  # query tokens after the last sequence's (not in decode)
     strided: bool = False  # query out of a fused QKV tensor, block table out of a wider one
     logit_offset: float = 0.0  # added to every logit, which must change the LSE only
@@ -98,6 +103,9 @@ class Case:
         assert self.num_q_heads % self.num_kv_heads == 0 and self.layout in LAYOUTS
         assert self.q_lens is None or len(self.q_lens) == len(self.seq_lens)
         assert self.q_lens is not None or self.padding == 0
+        assert not self.tree or (
+            self.q_lens is not None and self.causal and max(self.q_lens, default=0) <= 64
+        )
 
     def __str__(self) -> str:
         """What differs from the defaults, as a test's id."""
@@ -140,15 +148,23 @@ class Inputs:
     block_tables: Any  # [num_seqs, max_blocks_per_seq] int32
     seq_lens: Any  # [num_seqs] int32
     cu_seqlens_q: Any  # [num_seqs + 1] int32; None: decode
+    alibi_slopes: Any = None  # [num_q_heads]
+    sinks: Any = None  # [num_q_heads]
+    tree_mask: Any = None  # [num_tokens] int64
 
     def attention(self, ops: Any, **options: Any) -> Any:
         """Calls `ops.paged_attention_decode` or `ops.paged_attention`; ops: `paged_ops` or its reference."""
         tensors = (self.query, self.key_cache, self.value_cache, self.block_tables, self.seq_lens)
         options.setdefault("scale", self.case.scale)
         options.setdefault("return_lse", True)
+        options.setdefault("window", self.case.window)
+        options.setdefault("soft_cap", self.case.soft_cap)
+        options.setdefault("alibi_slopes", self.alibi_slopes)
+        options.setdefault("sinks", self.sinks)
         if self.cu_seqlens_q is None:
             return ops.paged_attention_decode(*tensors, **options)
         options.setdefault("causal", self.case.causal)
+        options.setdefault("tree_mask", self.tree_mask)
         return ops.paged_attention(*tensors, self.cu_seqlens_q, **options)
 
     def map(self, convert: Callable[[Array], Any]) -> Inputs:
@@ -207,7 +223,23 @@ def build(case: Case) -> Inputs:
     if case.q_lens is not None:
         cu_seqlens_q = np.concatenate([[0], np.cumsum(case.q_lens)]).astype(np.int32)
     seq_lens = np.array(case.seq_lens, np.int32)
-    return Inputs(case, query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q)
+    inputs = Inputs(case, query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q)
+    return replace(inputs, **_rules(case, num_tokens, rng))
+
+
+def _rules(case: Case, num_tokens: int, rng: np.random.Generator) -> dict[str, Array]:
+    """The tensors that a case's rules ask for."""
+    rules: dict[str, Array] = {}
+    if case.alibi:  # from gentle to steep, not in the heads' order
+        slopes = 2.0 ** -np.linspace(1, 8, case.num_q_heads)
+        rules["alibi_slopes"] = rng.permutation(slopes).astype(np.float32)
+    if case.sinks:  # about as heavy as all keys together, and one that is none
+        sinks = case.logit_offset + 5 + 2 * rng.standard_normal(case.num_q_heads)
+        sinks[-1] = -math.inf if case.num_q_heads > 1 else sinks[-1]
+        rules["sinks"] = sinks.astype(np.float32)
+    if case.tree:  # half of the earlier tokens; bits that count for nothing are set at random
+        rules["tree_mask"] = rng.integers(-(2**63), 2**63, num_tokens, dtype=np.int64)
+    return rules
 
 
 def _tables(case: Case, used: list[int], ids: Array) -> Array:
@@ -234,6 +266,8 @@ def _spikes(case: Case, seq: int) -> list[int]:
     first_query = seq_len - case.query_lens[seq]
     last_block = (seq_len - 1) // block * block
     edges = [0, 1, block, first_query, first_query + 1, seq_len // 2, last_block, CHUNK_TOKENS, seq_len]
+    if case.window is not None:  # of the first query token, of the last one
+        edges += [first_query + 1 - case.window, seq_len - case.window]
     return sorted({place for edge in edges for place in (edge - 1, edge) if 0 <= place < seq_len})
 
 
@@ -254,6 +288,7 @@ def select_sequences(inputs: Inputs, seqs: Sequence[int]) -> Inputs:
         block_tables=inputs.block_tables[order],
         seq_lens=inputs.seq_lens[order],
         cu_seqlens_q=cu_seqlens_q,
+        tree_mask=None if inputs.tree_mask is None else inputs.tree_mask[np.concatenate(rows)],
     )
 
 

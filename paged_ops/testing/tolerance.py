@@ -10,7 +10,9 @@ way into a matrix unit. `r` is the relative error of one exponential in float32:
 product with the logits' error growing with |q| |k|, and that of the summation over n keys, which grows as
 sqrt(n):
 
-    r = e (8 + 4 scale |q| max_j |k_j| + sqrt(n))
+    r = e (8 + 4 L + sqrt(n)),    L = scale |q| max_j |k_j|
+
+A soft cap and ALiBi add roundings of their own, of numbers as large as the cap and as slope times n, to L.
 
 The bounds are elementwise and contain no term that is there to make a test pass; `headroom` tells how much of
 them a result uses.
@@ -113,8 +115,11 @@ def _exponential_error(inputs: Inputs) -> F64:
         keys = reference.sequence_tokens(inputs.key_cache, inputs.block_tables[seq], seq_len)
         key_norm = np.repeat(np.linalg.norm(keys, axis=2).max(axis=0, initial=0.0), case.group)
         rows = slice(bounds[seq], bounds[seq + 1])
-        logit_error = 4 * abs(case.applied_scale) * query_norm[rows] * key_norm
-        error[rows] += FLOAT32_ROUNDOFF * (logit_error + np.sqrt(seq_len))
+        size = abs(case.applied_scale) * query_norm[rows] * key_norm
+        size += case.soft_cap or 0.0
+        if inputs.alibi_slopes is not None:
+            size += np.abs(inputs.alibi_slopes) * seq_len
+        error[rows] += FLOAT32_ROUNDOFF * (4 * size + np.sqrt(seq_len))
     return error
 
 

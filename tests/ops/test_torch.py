@@ -39,7 +39,7 @@ def attention_arguments(case: Case, target: Target) -> tuple[Any, ...]:
     lse = torch.empty(x.query.shape[:2], dtype=torch.float32, device=x.query.device)
     causal, scale = case.causal, case.scale
     first = x.query, x.key_cache, x.value_cache, x.block_tables, x.seq_lens, x.cu_seqlens_q
-    return *first, scale, causal, out, lse, None, None
+    return *first, scale, causal, *[None] * 5, out, lse, None, None
 
 
 def registered_calls(target: Target) -> dict[str, tuple[Any, ...]]:
