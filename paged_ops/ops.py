@@ -90,9 +90,9 @@ def paged_attention_decode(
         soft_cap: ``logit = soft_cap * tanh(scale * query . key / soft_cap)`` (Gemma 2).
         alibi_slopes: float32 ``[num_q_heads]``: logits gain ``slope * (key position - query position)``,
             after the soft cap (Press et al. 2022, arXiv:2108.12409).
-        sinks: float32 ``[num_q_heads]``: each row has one more logit, whose value is 0 (gpt-oss). It counts in
-            the LSE, and a row of a sequence without keys has it as its LSE; when states are merged, give it
-            to one of them.
+        sinks: float32 ``[num_q_heads]``: each row has one more logit, whose value is 0 (gpt-oss). It counts
+            in the LSE, and a row of a sequence without keys has it as its LSE; when states are merged, give
+            it to one of them.
         out: ``[num_seqs, num_q_heads, value_head_dim]`` of the query's dtype, written in full; allocated when
             None. It may not share memory with an input.
         lse: float32 ``[num_seqs, num_q_heads]``, contiguous, to write the LSE to.
@@ -107,7 +107,8 @@ def paged_attention_decode(
     if _compiling(query):
         return _torch_ops.attention(
             query, key_cache, value_cache, block_tables, seq_lens, None,
-            scale, True, window, soft_cap, alibi_slopes, sinks, None, out, lse, return_lse, workspace, check,
+            scale, True, window, soft_cap, alibi_slopes, sinks, None,
+            out, lse, return_lse, workspace, check,
         )  # fmt: skip
     if check is None:
         check = _backend.check_by_default
@@ -117,7 +118,8 @@ def paged_attention_decode(
         return_lse = _flag("return_lse", return_lse)
     return _backend.module.attention(
         query, key_cache, value_cache, block_tables, seq_lens, None,
-        scale, True, window, soft_cap, alibi_slopes, sinks, None, out, lse, return_lse, workspace, check,
+        scale, True, window, soft_cap, alibi_slopes, sinks, None,
+        out, lse, return_lse, workspace, check,
     )  # fmt: skip
 
 
@@ -156,11 +158,11 @@ def paged_attention(
             ``-inf``.
         cu_seqlens_q: int32 ``[num_seqs + 1]``, starts at 0, never falls.
         causal: see above.
-        tree_mask: int64 ``[num_tokens]``, for a sequence's query tokens that are a tree of drafts instead of a
-            row of them: bit ``i`` of a token's mask says that it sees query token ``i`` of its sequence. Bits
-            from its own on are not looked at, itself and all keys before the query tokens it always sees. At
-            most 64 query tokens per sequence; only with ``causal``. ``window`` and ``alibi_slopes`` go by a
-            token's place behind those that it sees.
+        tree_mask: int64 ``[num_tokens]``, for a sequence's query tokens that are a tree of drafts instead of
+            a row of them: bit ``i`` of a token's mask says that it sees query token ``i`` of its sequence.
+            Bits from its own on are not looked at, itself and all keys before the query tokens it always
+            sees. At most 64 query tokens per sequence; only with ``causal``. ``window`` and ``alibi_slopes``
+            go by a token's place behind those that it sees.
         Others as in :func:`paged_attention_decode`.
 
     Returns:
@@ -171,7 +173,8 @@ def paged_attention(
     if _compiling(query):
         return _torch_ops.attention(
             query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q,
-            scale, causal, window, soft_cap, alibi_slopes, sinks, tree_mask, out, lse, return_lse, workspace, check,
+            scale, causal, window, soft_cap, alibi_slopes, sinks, tree_mask,
+            out, lse, return_lse, workspace, check,
         )  # fmt: skip
     if check is None:
         check = _backend.check_by_default
@@ -183,7 +186,8 @@ def paged_attention(
         return_lse = _flag("return_lse", return_lse)
     return _backend.module.attention(
         query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q,
-        scale, causal, window, soft_cap, alibi_slopes, sinks, tree_mask, out, lse, return_lse, workspace, check,
+        scale, causal, window, soft_cap, alibi_slopes, sinks, tree_mask,
+        out, lse, return_lse, workspace, check,
     )  # fmt: skip
 
 

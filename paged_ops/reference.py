@@ -110,7 +110,7 @@ def logits(
     x = scale * (query @ keys.swapaxes(1, 2))
     if soft_cap is not None:
         x = soft_cap * np.tanh(x / soft_cap)
-    if alibi_slopes is not None:
+    if alibi_slopes is not None and distance is not None:
         x = x + alibi_slopes[..., None] * distance
     return x
 

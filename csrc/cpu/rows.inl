@@ -89,7 +89,7 @@ struct RowMemory {
         for (uint64_t left = ancestors(p.rules.tree_mask[task.query_begin + t], first_token + t); left != 0;
              left &= left - 1) {
           const int i = __builtin_ctzll(left);
-          if (tree_place[i] >= from) bits |= uint64_t(1) << i;
+          if (p.rules.window == 0 || tree_place[i] > at - p.rules.window) bits |= uint64_t(1) << i;
         }
       for (int g = 0; g < group; g++, row++) {
         first[row] = from;

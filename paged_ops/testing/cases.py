@@ -103,9 +103,8 @@ class Case:
         assert self.num_q_heads % self.num_kv_heads == 0 and self.layout in LAYOUTS
         assert self.q_lens is None or len(self.q_lens) == len(self.seq_lens)
         assert self.q_lens is not None or self.padding == 0
-        assert not self.tree or (
-            self.q_lens is not None and self.causal and max(self.q_lens, default=0) <= 64
-        )
+        if self.tree:
+            assert self.q_lens is not None and self.causal and max(self.q_lens, default=0) <= 64
 
     def __str__(self) -> str:
         """What differs from the defaults, as a test's id."""
@@ -223,8 +222,8 @@ def build(case: Case) -> Inputs:
     if case.q_lens is not None:
         cu_seqlens_q = np.concatenate([[0], np.cumsum(case.q_lens)]).astype(np.int32)
     seq_lens = np.array(case.seq_lens, np.int32)
-    inputs = Inputs(case, query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q)
-    return replace(inputs, **_rules(case, num_tokens, rng))
+    rules = _rules(case, num_tokens, rng)
+    return Inputs(case, query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, **rules)
 
 
 def _rules(case: Case, num_tokens: int, rng: np.random.Generator) -> dict[str, Array]:
@@ -234,11 +233,12 @@ def _rules(case: Case, num_tokens: int, rng: np.random.Generator) -> dict[str, A
         slopes = 2.0 ** -np.linspace(1, 8, case.num_q_heads)
         rules["alibi_slopes"] = rng.permutation(slopes).astype(np.float32)
     if case.sinks:  # about as heavy as all keys together, and one that is none
-        sinks = case.logit_offset + 5 + 2 * rng.standard_normal(case.num_q_heads)
+        offset = case.logit_offset if case.soft_cap is None else np.clip(case.logit_offset, -6, 0)
+        sinks = offset + 5 + 2 * rng.standard_normal(case.num_q_heads)
         sinks[-1] = -math.inf if case.num_q_heads > 1 else sinks[-1]
         rules["sinks"] = sinks.astype(np.float32)
     if case.tree:  # half of the earlier tokens; bits that count for nothing are set at random
-        rules["tree_mask"] = rng.integers(-(2**63), 2**63, num_tokens, dtype=np.int64)
+        rules["tree_mask"] = rng.integers(-(2**63), 2**63 - 1, num_tokens, dtype=np.int64)
     return rules
 
 

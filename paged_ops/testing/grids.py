@@ -82,6 +82,41 @@ def varlen_cases(target: Target) -> list[Case]:
     return cases
 
 
+# Windows that end inside a tile, a block and a chunk, and one that hides nothing.
+RULES: dict[str, Any] = {
+    "window": (None, 1, 5, 100, 513, 5000),
+    "soft_cap": (None, 6.0),
+    "alibi": (False, True),
+    "sinks": (False, True),
+}
+
+
+def ruled_cases(target: Target) -> list[Case]:
+    """Pairs of every two axes, the rules among them; decode, varlen and trees of drafts."""
+    shapes = {name: VARLEN_SHAPES[name] for name in ("context", "prefill", "chunk", "too many")}
+    shapes["long"] = ((1200, 30), (1030, 9), (3, 2))
+    axes = _axes(target) | RULES
+    axes |= {
+        "shape": (*shapes, "one token"),
+        "causal": (True, False),
+        "tree": (False, True),
+        "padding": (0, 5),
+    }
+    cases: list[Case] = []
+    for i, row in enumerate(covering(axes, seed=3)):
+        shape = row.pop("shape")
+        row["causal"] = row["causal"] or row["tree"]
+        if shape == "one token":
+            row |= {"tree": False, "causal": True, "padding": 0}
+            cases.append(_case(row, seq_lens=(0, 1, 513, 40, 1300), seed=i))
+            continue
+        if row["tree"] and shape == "prefill":
+            shape = "context"  # of 70 query tokens a tree knows 64
+        seq_lens, q_lens = zip(*shapes[shape], strict=True)
+        cases.append(_case(row, seq_lens=seq_lens, q_lens=q_lens, seed=i))
+    return cases
+
+
 def extended_cases(target: Target) -> list[Case]:
     """The product of dtypes, groups, head dims and block sizes, layouts in turn."""
     layouts = list(LAYOUTS)

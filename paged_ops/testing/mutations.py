@@ -78,7 +78,7 @@ def _full_blocks(case: Case) -> list[tuple[int, int]]:
 # --- tokens ---------------------------------------------------------------------------------------------
 
 
-@_mutation(_has_context)
+@_mutation(lambda case: _has_context(case) and case.window is None)
 def drops_first_token(attention: Attention, inputs: Inputs) -> Result:
     return attention(_without_token(inputs, 0))
 
@@ -88,7 +88,7 @@ def drops_last_context_token(attention: Attention, inputs: Inputs) -> Result:
     return attention(_without_token(inputs, -1))
 
 
-@_mutation(lambda case: max(_contexts(case)) > CHUNK_TOKENS)
+@_mutation(lambda case: max(_contexts(case)) > CHUNK_TOKENS and case.window is None)
 def drops_first_token_of_second_chunk(attention: Attention, inputs: Inputs) -> Result:
     return attention(_without_token(inputs, CHUNK_TOKENS))
 
@@ -215,7 +215,7 @@ def counts_positions_from_the_chunk(attention: Attention, inputs: Inputs) -> Res
     return _token_by_token(attention, inputs, lambda position, start: position - start)
 
 
-@_mutation(_is_causal_chunk)
+@_mutation(lambda case: _is_causal_chunk(case) and not case.tree)
 def ignores_causality(attention: Attention, inputs: Inputs) -> Result:
     return attention(replace(inputs, case=replace(inputs.case, causal=False)))
 
@@ -258,6 +258,68 @@ def multiplies_in_tf32(attention: Attention, inputs: Inputs) -> Result:
     """Keys and queries lose all but 10 bits of their fractions, as in a tensor core's TF32 mode."""
     cut = lambda array: (array.copy().view(np.uint32) & 0xFFFFE000).view(np.float32)  # noqa: E731
     return attention(replace(inputs, query=cut(inputs.query), key_cache=cut(inputs.key_cache)))
+
+
+# --- rules ----------------------------------------------------------------------------------------------
+
+
+def _with_window(inputs: Inputs, change: int) -> Inputs:
+    assert inputs.case.window is not None
+    return replace(inputs, case=replace(inputs.case, window=inputs.case.window + change))
+
+
+def _window_hides(case: Case) -> bool:
+    return case.window is not None and any(seq_len > case.window for seq_len in case.seq_lens)
+
+
+@_mutation(_window_hides)
+def widens_window_by_one(attention: Attention, inputs: Inputs) -> Result:
+    return attention(_with_window(inputs, 1))
+
+
+@_mutation(_window_hides)
+def narrows_window_by_one(attention: Attention, inputs: Inputs) -> Result:
+    return attention(_with_window(inputs, -1))
+
+
+@_mutation(lambda case: case.soft_cap is not None)
+def ignores_soft_cap(attention: Attention, inputs: Inputs) -> Result:
+    return attention(replace(inputs, case=replace(inputs.case, soft_cap=None)))
+
+
+@_mutation(lambda case: case.alibi)
+def turns_alibi_round(attention: Attention, inputs: Inputs) -> Result:
+    return attention(replace(inputs, alibi_slopes=-inputs.alibi_slopes))
+
+
+@_mutation(lambda case: case.alibi and case.num_q_heads > 1)
+def gives_all_heads_one_slope(attention: Attention, inputs: Inputs) -> Result:
+    return attention(replace(inputs, alibi_slopes=np.full_like(inputs.alibi_slopes, inputs.alibi_slopes[0])))
+
+
+@_mutation(lambda case: case.sinks)
+def drops_sinks(attention: Attention, inputs: Inputs) -> Result:
+    return attention(replace(inputs, sinks=None))
+
+
+@_mutation(lambda case: case.sinks and case.num_q_heads > 1)
+def shifts_sinks_by_one_head(attention: Attention, inputs: Inputs) -> Result:
+    return attention(replace(inputs, sinks=np.roll(inputs.sinks, 1)))
+
+
+@_mutation(lambda case: case.tree)
+def ignores_tree(attention: Attention, inputs: Inputs) -> Result:
+    return attention(replace(inputs, tree_mask=None))
+
+
+@_mutation(lambda case: case.tree)
+def shifts_tree_by_one_bit(attention: Attention, inputs: Inputs) -> Result:
+    return attention(replace(inputs, tree_mask=inputs.tree_mask >> 1))
+
+
+@_mutation(lambda case: case.tree and len(case.seq_lens) > 1)
+def takes_trees_of_neighbours(attention: Attention, inputs: Inputs) -> Result:
+    return attention(replace(inputs, tree_mask=np.roll(inputs.tree_mask, 1)))
 
 
 # --- rows -----------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ sqrt(n):
 
     r = e (8 + 4 L + sqrt(n)),    L = scale |q| max_j |k_j|
 
-A soft cap and ALiBi add roundings of their own, of numbers as large as the cap and as slope times n, to L.
+A soft cap, ALiBi and sinks have roundings of their own, of numbers as large as the cap, as slope times n and
+as the sink, which add to L.
 
 The bounds are elementwise and contain no term that is there to make a test pass; `headroom` tells how much of
 them a result uses.
@@ -119,6 +120,8 @@ def _exponential_error(inputs: Inputs) -> F64:
         size += case.soft_cap or 0.0
         if inputs.alibi_slopes is not None:
             size += np.abs(inputs.alibi_slopes) * seq_len
+        if inputs.sinks is not None:
+            size += np.where(np.isfinite(inputs.sinks), np.abs(inputs.sinks), 0.0)
         error[rows] += FLOAT32_ROUNDOFF * (4 * size + np.sqrt(seq_len))
     return error
 

@@ -38,6 +38,50 @@ def test_a_flag_is_true_or_false(ops: HostOps, flag: str, value: Any) -> None:
     assert f"is {value!r}, wanted True or False" in message
 
 
+BAD_RULES: list[tuple[str, Any, type[Exception]]] = [
+    *(("window", value, ValueError) for value in (0, -1, -(2**80))),
+    *(("window", value, TypeError) for value in (1.5, "4", True, [4])),
+    *(("soft_cap", value, ValueError) for value in (0, 0.0, -2.0, 1e-40, np.nan, np.inf, 3e38)),
+    *(("soft_cap", value, TypeError) for value in ("30", [30.0], 1j)),
+    *((name, np.ones(4, np.float64), TypeError) for name in ("alibi_slopes", "sinks")),
+    *((name, np.ones(3, np.float32), ValueError) for name in ("alibi_slopes", "sinks")),
+    *((name, np.ones((4, 1), np.float32), ValueError) for name in ("alibi_slopes", "sinks")),
+    *((name, np.ones(8, np.float32)[::2], ValueError) for name in ("alibi_slopes", "sinks")),
+    *((name, 0.5, TypeError) for name in ("alibi_slopes", "sinks")),
+    ("tree_mask", np.ones(7, np.int32), TypeError),
+    ("tree_mask", np.ones(6, np.int64), ValueError),
+    ("tree_mask", np.ones((7, 7), np.int64), ValueError),
+]
+
+
+@pytest.mark.parametrize(("rule", "value", "error"), BAD_RULES)
+def test_bad_rules_are_named(ops: HostOps, rule: str, value: Any, error: type[Exception]) -> None:
+    for make in (varlen, decode):
+        if rule == "tree_mask" and make is decode:
+            continue
+        call = make()
+        call.arguments[rule] = value
+        if make is decode and isinstance(value, np.ndarray) and ops.target.device != "cpu":
+            continue
+        require_refused(ops, call, (rule,), error)
+
+
+def test_a_tree_narrows_causal(ops: HostOps) -> None:
+    call = varlen()
+    call.arguments |= {"tree_mask": np.ones(7, np.int64), "causal": False}
+    assert "causal" in require_refused(ops, call, ("tree_mask",), ValueError)
+
+
+def test_a_tree_is_no_wider_than_its_masks(ops: HostOps) -> None:
+    call = varlen()
+    call.arguments |= {"query": np.ones((70, 4, 16), np.float32), "tree_mask": np.ones(70, np.int64)}
+    call.arguments |= {"out": np.ones((70, 4, 8), np.float32), "lse": np.ones((70, 4), np.float32)}
+    call.arguments["cu_seqlens_q"] = np.array([0, 5, 5, 70], np.int32)
+    call.arguments["check"] = True
+    message = require_refused(ops, call, ("tree_mask",), ValueError)
+    assert "sequence 2 has 65 query tokens, wanted at most 64" in message
+
+
 def test_counts_are_named() -> None:
     good: dict[str, Any] = {
         "num_seqs": 2, "max_blocks_per_seq": 4, "block_size": 16, "num_q_heads": 2, "num_kv_heads": 1,

@@ -26,6 +26,9 @@ DECODE = [
     Case((5, 1300, 0, 513, 64, 1), dtype=dtype, num_q_heads=heads * 2, num_kv_heads=2, head_dim=head_dim)
     for dtype, (heads, head_dim) in itertools.product(arrays.DTYPES, [(1, 64), (3, 40), (8, 128)])
 ]
+# The same with all rules at once, which every row has its own part of.
+RULES: dict[str, Any] = {"window": 100, "soft_cap": 8.0, "alibi": True, "sinks": True}
+DECODE += [replace(case, **RULES) for case in DECODE if case.group == 3]
 VARLEN = [
     replace(case, seq_lens=(40, 530, 9, 600), q_lens=(40, 23, 1, 7), num_kv_heads=1, num_q_heads=case.group)
     for case in DECODE

@@ -36,6 +36,8 @@ CASES = [
         ),
         Case(LENS, Q_LENS, dtype=dtype, num_q_heads=4, num_kv_heads=1, padding=2),
         Case(LENS, Q_LENS, dtype=dtype, num_q_heads=4, num_kv_heads=2, causal=False, scale=0.3),
+        Case(LENS, dtype=dtype, soft_cap=4.0, window=200, alibi=True, sinks=True),
+        Case(LENS, Q_LENS, dtype=dtype, soft_cap=4.0, window=20, alibi=True, sinks=True, tree=True),
     )
 ]
 
