@@ -111,7 +111,7 @@ class BlockProducts {
       prefetcher.drain();
       one.rows(at, next, tile);
       ask(next);
-      copy_keys(tile.key, key_offset, next - at, p_.kv.key_head_dim,
+      copy_keys(tile.key, key_offset, next - at, p_.kv.key_head_dim, 16,
                 keys_ + int64_t(at - begin) * key_steps_ * kStepDims, [] {});
       values_.fill((at - begin) / kStepTokens, tile.value, value_offset, next - at,
                    [&](int) { prefetcher.step(); });

@@ -58,15 +58,30 @@ inline void pack_queries(const AttentionParams& p, const AttentionTask& task, in
   }
 }
 
-// Copies of keys, tile register after tile register: [tokens / 16, key_steps, 16, kStepDims]. Calls
-// meanwhile() after each token.
+// The one stride at which the keys of each `num_rows` tokens of a tile lie, so that a tile register can be
+// loaded from where they are; 0 if there is none.
+inline int64_t key_stride(const PagedKV& kv, const TileRows& tile, int num_rows) {
+  if (kv.key_head_dim % kStepDims != 0) return 0;
+  // They are in one block, or in several of which the addresses must be compared. Not always: instructions
+  // between the loads of keys take room in the window in which a core sees the loads to come.
+  if (kv.block_size % num_rows == 0) return kv.key.stride_token;
+  if (tile.num_tokens % num_rows != 0) return 0;
+  const int64_t stride = tile.key[1] - tile.key[0];
+  for (int first = 0; first < tile.num_tokens; first += num_rows)
+    for (int t = first + 1; t < first + num_rows; t++)
+      if (tile.key[t] - tile.key[t - 1] != stride) return 0;
+  return stride;
+}
+
+// Copies of keys, tile register after tile register: [tokens / num_rows, key_steps, num_rows, kStepDims].
+// Calls meanwhile() after each token.
 template <class F>
-inline void copy_keys(const char* const* rows, int64_t offset, int num_tokens, int dim, bf16* out,
-                      F&& meanwhile) {
-  const int64_t group_elements = int64_t(steps_of(dim, kStepDims)) * kTileElements;
+inline void copy_keys(const char* const* rows, int64_t offset, int num_tokens, int dim, int num_rows,
+                      bf16* out, F&& meanwhile) {
+  const int64_t group_elements = int64_t(steps_of(dim, kStepDims)) * num_rows * kStepDims;
   for (int t = 0; t < num_tokens; t++) {
-    bf16* x = out + t / 16 * group_elements + t % 16 * kStepDims;
-    for (int i = 0; i < dim; i += kStepDims, x += kTileElements)
+    bf16* x = out + t / num_rows * group_elements + t % num_rows * kStepDims;
+    for (int i = 0; i < dim; i += kStepDims, x += num_rows * kStepDims)
       _mm512_store_si512(x, load_dims(rows[t] + offset, i, dim));
     meanwhile();
   }

@@ -13,13 +13,13 @@ class SweepProducts {
         rule_(p),
         num_heads_(task.head_end - task.head_begin),
         columns_(columns_for(rows.count)),
+        // Blocks of 8 seldom follow one another at their tokens' stride.
+        key_rows_(p.kv.block_size % 16 == 8 ? 8 : 16),
         key_steps_(steps_of(p.kv.key_head_dim, kStepDims)),
         value_pairs_(steps_of(p.kv.value_head_dim, kStepDims)),
-        record_(state_floats(p.kv.value_head_dim)),
-        // Keys are loaded from where they are if 16 of them lie at one stride.
-        copies_keys_(p.kv.block_size % 16 != 0 || p.kv.key_head_dim % kStepDims != 0) {
+        record_(state_floats(p.kv.value_head_dim)) {
     query_ = carver.take<bf16>(int64_t(num_heads_) * query_elements());
-    keys_ = carver.take<bf16>(copies_keys_ ? kStepTokens * key_steps_ * kStepDims : 0);
+    keys_ = carver.take<bf16>(int64_t(kStepTokens) * key_steps_ * kStepDims);
     const auto paired = [&] {
       return PairedValues{carver.take<bf16>(int64_t(kStepTokens) * value_pairs_ * kStepDims), 0,
                           2 * kTileElements, p.kv.value_head_dim};
@@ -58,8 +58,9 @@ class SweepProducts {
     for (int at = begin, next; at < end; at = next) {
       next = tile_end(at, end);
       enter(at, next, kStepTokens, [&] {
+        key_stride_ = key_stride(p_.kv, tile, key_rows_);
         // Keys that are not copied are read in an order that the hardware prefetches better by itself.
-        if (copies_keys_) walk.prefetch_keys(next, tile_end(next, end), prefetcher_);
+        if (key_stride_ == 0) walk.prefetch_keys(next, tile_end(next, end), prefetcher_);
       });
       for (int head = 0; head < num_heads_; head++) score(head, tile, at - begin);
     }
@@ -86,8 +87,10 @@ class SweepProducts {
   // What the tile registers hold. Each line has one shape.
   // clang-format off
   enum TileUse {
-    kScoresA, kScoresB, kQuery,
-    kKeysA, kKeysB, kValues,
+    kScoresA, kScoresB,
+    kQuery,
+    kKeysA, kKeysB,
+    kValues,
     kWeights, kSums,
   };
   // clang-format on
@@ -96,8 +99,10 @@ class SweepProducts {
   void configure(int num_rows) {
     if (num_rows == configured_rows_) return;
     TileConfig config;
-    for (int tile = kScoresA; tile <= kQuery; tile++) config.set(tile, 16, columns_ * 4);
-    for (int tile = kKeysA; tile <= kValues; tile++) config.set(tile, 16, 64);
+    for (int tile = kScoresA; tile <= kScoresB; tile++) config.set(tile, key_rows_, columns_ * 4);
+    config.set(kQuery, 16, columns_ * 4);
+    for (int tile = kKeysA; tile <= kKeysB; tile++) config.set(tile, key_rows_, 64);
+    config.set(kValues, 16, 64);
     for (int tile = kWeights; tile <= kSums; tile++) config.set(tile, num_rows, 64);
     load_tile_config(config);
     configured_rows_ = num_rows;
@@ -107,35 +112,38 @@ class SweepProducts {
   float* scores_of(int head) const { return scores_ + int64_t(head) * kChunkTokens * columns_; }
   bf16* weights_of(int head) const { return weights_ + int64_t(head) * kChunkTokens * columns_; }
 
-  // scores[token][column] = query row . key, for whole 16s of a step's tokens.
+  // scores[token][column] = query row . key, for whole groups of key_rows_ of a step's tokens.
   void score(int head, const TileRows& tile, int token) {
     const int64_t offset = int64_t(task_.head_begin + head) * p_.kv.key.stride_head;
-    if (copies_keys_)
-      copy_keys(tile.key, offset, tile.num_tokens, p_.kv.key_head_dim, keys_, [&] { prefetcher_.step(); });
-    const int64_t key_stride = copies_keys_ ? 64 : p_.kv.key.stride_token;
-    const int64_t step_nbytes = copies_keys_ ? kTileElements * sizeof(bf16) : 64;
+    const bool copies = key_stride_ == 0;
+    if (copies)
+      copy_keys(tile.key, offset, tile.num_tokens, p_.kv.key_head_dim, key_rows_, keys_,
+                [&] { prefetcher_.step(); });
+    const int64_t stride = copies ? 64 : key_stride_;
+    const int64_t step_nbytes = copies ? key_rows_ * 64 : 64;
     const auto keys_at = [&](int t) {
-      return copies_keys_
-                 ? reinterpret_cast<const char*>(keys_ + int64_t(t / 16) * key_steps_ * kTileElements)
-                 : tile.key[t] + offset;
+      return copies ? reinterpret_cast<const char*>(keys_ + int64_t(t) * key_steps_ * kStepDims)
+                    : tile.key[t] + offset;
     };
-    const bool two = tile.num_tokens > 16;
-    const char *const a = keys_at(0), *const b = two ? keys_at(16) : a;
     const bf16* const query = query_ + head * query_elements();
     const int64_t query_stride = columns_ * 4;
-    clear_tile<kScoresA>();
-    clear_tile<kScoresB>();
-    for (int step = 0; step < key_steps_; step++) {
-      load_tile<kQuery>(query + step * 2 * kBlockRows * columns_, query_stride);
-      load_tile<kKeysA>(a + step * step_nbytes, key_stride);
-      multiply_bf16<kScoresA, kKeysA, kQuery>();
-      if (!two) continue;
-      load_tile<kKeysB>(b + step * step_nbytes, key_stride);
-      multiply_bf16<kScoresB, kKeysB, kQuery>();
+    for (int t = 0; t < tile.num_tokens; t += 2 * key_rows_) {
+      const bool two = tile.num_tokens - t > key_rows_;
+      const char *const a = keys_at(t), *const b = two ? keys_at(t + key_rows_) : a;
+      clear_tile<kScoresA>();
+      clear_tile<kScoresB>();
+      for (int step = 0; step < key_steps_; step++) {
+        load_tile<kQuery>(query + step * 2 * kBlockRows * columns_, query_stride);
+        load_tile<kKeysA>(a + step * step_nbytes, stride);
+        multiply_bf16<kScoresA, kKeysA, kQuery>();
+        if (!two) continue;
+        load_tile<kKeysB>(b + step * step_nbytes, stride);
+        multiply_bf16<kScoresB, kKeysB, kQuery>();
+      }
+      float* const scores = scores_of(head) + (token + t) * columns_;
+      store_tile<kScoresA>(scores, query_stride);
+      if (two) store_tile<kScoresB>(scores + key_rows_ * columns_, query_stride);
     }
-    float* const scores = scores_of(head) + token * columns_;
-    store_tile<kScoresA>(scores, query_stride);
-    if (two) store_tile<kScoresB>(scores + 16 * columns_, query_stride);
   }
 
   void weigh_head(int head, int position, const Sight& sight, int num_steps, float* states) {
@@ -226,12 +234,14 @@ class SweepProducts {
   const AttentionTask& task_;
   const Rows rows_;
   const LogitRule rule_;
-  const int num_heads_, columns_, key_steps_, value_pairs_;
+  const int num_heads_, columns_;
+  const int key_rows_;  // tokens of a left operand of query . key
+  const int key_steps_, value_pairs_;
   const int64_t record_;
-  const bool copies_keys_;
   int configured_rows_ = 0;
   Prefetcher prefetcher_;
   bf16* query_;             // [heads, key_steps, 16, columns, 2]
+  int64_t key_stride_ = 0;  // of the step at hand; 0: its keys are copied
   bf16* keys_;              // of a step, copied
   PairedValues values_[2];  // of a step, by turns
   PairedValues kept_;       // those that some rows see

@@ -124,11 +124,12 @@ struct PageWalk {
   // Calls f(key address, value address, run) for each run of consecutive tokens in one block.
   template <class F>
   void for_each_run(int begin, int end, F&& f) const {
-    while (begin < end) {
-      const int32_t in_block = begin % kv.block_size;
+    const int32_t* at = block_ids + begin / kv.block_size;
+    int32_t in_block = begin % kv.block_size;
+    for (; begin < end; at++, in_block = 0) {
       const int32_t left = kv.block_size - in_block;
       const int run = left < end - begin ? left : end - begin;
-      const int64_t block = block_ids[begin / kv.block_size];
+      const int64_t block = *at;
       f(static_cast<const char*>(kv.key.data) + block * kv.key.stride_block + in_block * kv.key.stride_token,
         static_cast<const char*>(kv.value.data) + block * kv.value.stride_block +
             in_block * kv.value.stride_token,

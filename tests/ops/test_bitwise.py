@@ -137,25 +137,33 @@ def test_padding_does_not_matter(ops: HostOps, case: Case) -> None:
 def test_block_size_and_layout(ops: HostOps, dtype: str, q_lens: tuple[int, ...] | None) -> None:
     base = Case((30, 600, 513), q_lens, dtype=dtype, num_q_heads=6)
     wanted = build(base).attention(ops)
-    for block_size, layout in [
-        (1, "NHD"),
-        (7, "HND"),
-        (256, "pool"),
-        (16, "unaligned"),
-        (600, "interleaved"),
+    for block_size, layout, in_order in [
+        (1, "NHD", False),
+        (1, "pool", True),
+        (7, "HND", False),
+        (8, "pool", False),
+        (8, "NHD", True),
+        (256, "pool", False),
+        (16, "unaligned", False),
+        (600, "interleaved", False),
     ]:
-        moved = repaged(build(base), block_size, layout)
+        moved = repaged(build(base), block_size, layout, in_order)
         require_same(wanted, moved.attention(ops))
 
 
-def repaged(inputs: Inputs, block_size: int, layout: str) -> Inputs:
-    """The same keys and values in blocks of another size and layout.
+def repaged(inputs: Inputs, block_size: int, layout: str, in_order: bool) -> Inputs:
+    """The same keys and values in blocks of another size and layout; in order: one block after the other.
 
     (`build` would not do: it plants its spikes by block size.)
     """
     case = replace(inputs.case, block_size=block_size, layout=layout)
     moved = build(case)
+    first_block = 0
     for seq, seq_len in enumerate(case.seq_lens):
+        if in_order:
+            num_blocks = -(-seq_len // block_size)
+            moved.block_tables[seq, :num_blocks] = first_block + np.arange(num_blocks)
+            first_block += num_blocks
         token = np.arange(seq_len)
         source = inputs.block_tables[seq, token // inputs.case.block_size], token % inputs.case.block_size
         destination = moved.block_tables[seq, token // block_size], token % block_size
