@@ -62,12 +62,10 @@ class Prefetcher {
   };
 
   void lines(int64_t count) {
-    while (count > 0 && at_ != end_) {
-      const int64_t left = (end_ - at_ + 63) / 64, here = count < left ? count : left;
-      for (int64_t i = 0; i < here; i++) __builtin_prefetch(at_ + i * 64, 0, 2);  // into L2
-      at_ += here * 64;
-      count -= here;
-      if (here == left) next();
+    for (; count > 0 && at_ != end_; count--) {
+      __builtin_prefetch(at_, 0, 2);  // into L2
+      at_ += 64;
+      if (at_ >= end_) next();
     }
   }
 
@@ -77,7 +75,7 @@ class Prefetcher {
     end_ = at_ + pieces_[piece_].nbytes;
   }
 
-  void next() {
+  __attribute__((noinline)) void next() {
     const Piece& piece = pieces_[piece_];
     if (++inner_ == piece.num_inner) {
       inner_ = 0;

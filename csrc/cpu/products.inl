@@ -114,7 +114,9 @@ inline void weigh_columns(const Tile<E>& value, int first_pair, int begin, int e
       for (int c = 0; c < kPairs; c++)
         sums[r][c] = {fma(weight, x[c].a, sums[r][c].a), fma(weight, x[c].b, sums[r][c].b)};
     }
-    if (prefetcher) prefetcher->step<int(kPairs * kPair * sizeof(E))>();
+    // Whole lines: with less to a token's part, every other time.
+    constexpr int kBytes = kPairs * kPair * sizeof(E);
+    if (prefetcher && (kBytes >= 64 || t % 2 != 0)) prefetcher->step<kBytes>();
   }
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; r++)
