@@ -65,7 +65,7 @@ class BlockProducts {
     const bf16 *left0, *left1, *right0, *right1;
 
     template <int kPart>
-    void multiply() const {
+    __attribute__((always_inline)) void multiply() const {
       if constexpr (kPart == 0) {
         load_tile<kLeft0>(left0, 64);
         load_tile<kRight0>(right0, 64);
@@ -154,7 +154,7 @@ class BlockProducts {
 
     bool done() const { return steps_left == 0; }
     template <int kPart>
-    void part() {
+    __attribute__((always_inline)) void part() {
       if (steps_left == 0) return;
       if (kPart == 0 && at == 0) clear_sums();
       Operands{keys + at, keys + group_elements + at, query0 + at, query1 + at}.multiply<kPart>();
@@ -180,7 +180,7 @@ class BlockProducts {
 
     bool done() const { return dims_left == 0; }
     template <int kPart>
-    void part() {
+    __attribute__((always_inline)) void part() {
       constexpr int64_t kWeightsStep = kBlockRows * kStepTokens;
       if (dims_left == 0) return;
       if (kPart == 0 && step == first_step) clear_sums();
@@ -301,8 +301,9 @@ class BlockProducts {
                    value_pairs_,
                    first,
                    end};
-    const auto cut = [&](const Sight& sight) { return must_cut(sight, values_, first, end); };
-    if (!cut(pair.sights[0]) && !cut(pair.sights[1])) return work;
+    if (!must_cut(values_, first, end,
+                  [&](int step) { return pair.sights[0].hidden(step) | pair.sights[1].hidden(step); }))
+      return work;
     work.values = kept_;
     for (int i = 0; i < pair.num_blocks; i++)
       pair.sights[i].for_each_group([&](int group_begin, int group_end) {

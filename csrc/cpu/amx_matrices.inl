@@ -15,7 +15,7 @@ inline Vec fold_column(Vec x, Join join) {
 }
 
 // Rows and columns of a matrix of 32-bit words change places.
-inline void transpose(__m512i (&x)[16]) {
+__attribute__((always_inline)) inline void transpose(__m512i (&x)[16]) {
   __m512i y[16];
 #pragma GCC unroll 8
   for (int i = 0; i < 16; i += 2) {

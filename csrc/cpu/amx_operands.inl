@@ -124,7 +124,7 @@ struct PairedValues {
   bool finite(int step, uint32_t tokens) const {
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
     __mmask32 found = 0;
-    for_each_vector(step, [&](const bf16* x, int t) {
+    for_each_vector(step, tokens, [&](const bf16* x, int t) {
       const __m512i bits = _mm512_and_si512(_mm512_load_si512(x), exponent);
       found |= _mm512_mask_cmpeq_epi16_mask(pair_words(tokens >> t), bits, exponent);
     });
@@ -135,7 +135,7 @@ struct PairedValues {
   // others.
   void copy_kept(const PairedValues& from, int step, uint32_t tokens) const {
     const int64_t offset = base - from.base;
-    from.for_each_vector(step, [&](const bf16* x, int t) {
+    from.for_each_vector(step, ~0u, [&](const bf16* x, int t) {
       _mm512_store_si512(const_cast<bf16*>(x) + offset,
                          _mm512_maskz_mov_epi16(pair_words(tokens >> t), _mm512_load_si512(x)));
     });
@@ -147,11 +147,11 @@ struct PairedValues {
     return (pair & 1 ? 0x55555555u : 0u) | (pair & 2 ? 0xaaaaaaaau : 0u);
   }
 
-  // Calls f(vector, its first token) for all of a step.
+  // Calls f(vector, its first token) for all of a step that have one of `tokens`.
   template <class F>
-  void for_each_vector(int step, F&& f) const {
+  void for_each_vector(int step, uint32_t tokens, F&& f) const {
     for (int t = 0; t < kStepTokens; t += 2)
-      for (int i = 0; i < dim; i += kStepDims) {
+      for (int i = 0; (tokens >> t & 3) != 0 && i < dim; i += kStepDims) {
         const bf16* x = tiles(step, i / kStepDims) + t / 2 * kTileRow;
         f(x, t);
         f(x + kTileElements, t);
@@ -168,10 +168,11 @@ inline void store_headers(const RowSums& sums, int num_rows, float* states, int6
   }
 }
 
-// Whether weights of 0 would count, for lack of finite values among tokens that not all rows see.
-inline bool must_cut(const Sight& sight, const PairedValues& values, int first_step, int end_step) {
+// Whether weights of 0 would count, for lack of finite values among the tokens hidden(step) of some step.
+template <class F>
+inline bool must_cut(const PairedValues& values, int first_step, int end_step, F&& hidden) {
   for (int step = first_step; step < end_step; step++)
-    if (const uint32_t hidden = sight.hidden(step); hidden != 0 && !values.finite(step, hidden)) return true;
+    if (const uint32_t tokens = hidden(step); tokens != 0 && !values.finite(step, tokens)) return true;
   return false;
 }
 

@@ -216,7 +216,7 @@ class SweepProducts {
                 });
     pending_.finish();
     const bf16* const weights = weights_of(head) + token * columns_;
-    if (!must_cut(sight, values, 0, 1)) {
+    if (!must_cut(values, 0, 1, [&](int step) { return sight.hidden(step); })) {
       pending_ = value_work(values, weights, 0, rows_.count, states);
       return;
     }

@@ -63,10 +63,12 @@ struct Sight {
     };
     const __m512i seen = _mm512_andnot_si512(from(end), from(first));
     const int from_tree = tree_begin - step * kStepTokens;
-    if (!tree || from_tree >= kStepTokens) return seen;
+    return tree && from_tree < kStepTokens ? _mm512_and_si512(seen, tree_words(from_tree)) : seen;
+  }
+  __attribute__((noinline)) __m512i tree_words(int from_tree) const {
     alignas(64) uint32_t own[kBlockRows] = {};
     for (int row = 0; row < num_rows; row++) own[row] = Rows::tree_word(tree[row], from_tree);
-    return _mm512_and_si512(seen, _mm512_load_si512(own));
+    return _mm512_load_si512(own);
   }
 
   // Tokens of a step that not every row sees, those that no row sees included.
@@ -126,7 +128,7 @@ class ScoreStep {
 
   // Into kMaxima vectors, whose greatest lanes are what counts.
   static constexpr int kMaxima = kVectors < 4 ? kVectors : 4;
-  void take_greatest(Vec (&greatest)[kMaxima]) const {
+  __attribute__((always_inline)) void take_greatest(Vec (&greatest)[kMaxima]) const {
 #pragma GCC unroll 32
     for (int n = 0; n < kVectors; n++) {
       const Vec logits = mul(load(scores_ + n * kLanes), scale_);
@@ -136,7 +138,7 @@ class ScoreStep {
   }
 
   // Rounds the product as the greatest was: the distance of a logit to itself is 0, whatever its size.
-  Vec weights(int n, Vec shift) const {
+  __attribute__((always_inline)) Vec weights(int n, Vec shift) const {
     return weight_of(add(mul(load(scores_ + n * kLanes), scale_), shift), kept(n));
   }
 
@@ -282,12 +284,12 @@ __attribute__((noinline)) void weigh(const float* scores, const Sight& sight, in
   const Vec scale = broadcast(factor);
   // Calls f(step, its scores).
   const auto for_each_step = [&](auto&& f) __attribute__((always_inline)) {
-    for (int i = first_step; i < end_step; i++)
-      if (sight.whole(i)) {
+    for (int i = first_step; i < end_step;) {
+      for (; i < end_step && sight.whole(i); i++)
         f(i, ScoreStep<kColumns, false>(scores + i * kStepFloats, _mm512_setzero_si512(), scale));
-      } else {
+      for (; i < end_step && !sight.whole(i); i++)
         f(i, ScoreStep<kColumns, true>(scores + i * kStepFloats, sight.words(i), scale));
-      }
+    }
   };
 
   constexpr int kMaxima = ScoreStep<kColumns, false>::kMaxima;
