@@ -17,13 +17,13 @@ def _module_of(array: Any) -> str:
 
 
 def numpy_dtype(name: str) -> np.dtype[Any]:
-    """The NumPy dtype of that name; ``bfloat16`` comes from ``ml_dtypes``."""
-    if name == "bfloat16":
+    """The NumPy dtype of that name; ``bfloat16`` and ``float8`` come from ``ml_dtypes``."""
+    if name == "bfloat16" or name.startswith("float8"):
         try:
             import ml_dtypes
         except ImportError:
-            raise TypeError("bfloat16 in NumPy needs the package ml_dtypes: pip install ml_dtypes") from None
-        return np.dtype(ml_dtypes.bfloat16)
+            raise TypeError(f"{name} in NumPy needs the package ml_dtypes: pip install ml_dtypes") from None
+        return np.dtype(getattr(ml_dtypes, name))
     return np.dtype(name)
 
 

@@ -18,6 +18,8 @@ def attention(
     alibi_slopes: Any | None,
     sinks: Any | None,
     tree_mask: Any | None,
+    k_scale: Any | None,
+    v_scale: Any | None,
     out: Any | None,
     lse: Any | None,
     return_lse: bool,
@@ -38,7 +40,14 @@ def attention_workspace_nbytes(
     decode: bool,
 ) -> int: ...
 def write_kv_cache(
-    key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, check: bool
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slot_mapping: Any,
+    k_scale: Any | None,
+    v_scale: Any | None,
+    check: bool,
 ) -> None: ...
 def gather_kv_cache(
     key_cache: Any,

@@ -30,10 +30,9 @@ def _merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any, lse: Any) -
     _backend.module.merge_attention_states(out_a, lse_a, out_b, lse_b, out, lse)
 
 
-def _write(
-    key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, check: bool | None
-) -> None:
-    _backend.module.write_kv_cache(key, value, key_cache, value_cache, slot_mapping, _check(check))
+def _write(*arguments: Any) -> None:
+    *tensors, check = arguments
+    _backend.module.write_kv_cache(*tensors, _check(check))
 
 
 def _copy(caches: list[Any], block_pairs: Any, check: bool | None) -> None:
@@ -105,7 +104,8 @@ _TABLE: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     (
         "attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
         "Tensor? cu_seqlens_q, Scalar? scale, bool causal, SymInt? window, Scalar? soft_cap, "
-        "Tensor? alibi_slopes, Tensor? sinks, Tensor? tree_mask, Tensor(a!) out, Tensor(b!)? lse, "
+        "Tensor? alibi_slopes, Tensor? sinks, Tensor? tree_mask, Tensor? k_scale, Tensor? v_scale, "
+        "Tensor(a!) out, Tensor(b!)? lse, "
         "Tensor(c!)? workspace, bool? check) -> ()",
         _attention,
         _nothing,
@@ -118,7 +118,7 @@ _TABLE: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     ),
     (
         "write_kv_cache(Tensor key, Tensor value, Tensor(a!) key_cache, Tensor(b!) value_cache, "
-        "Tensor slot_mapping, bool? check) -> ()",
+        "Tensor slot_mapping, Tensor(c!)? k_scale, Tensor(d!)? v_scale, bool? check) -> ()",
         _write,
         _nothing,
     ),
@@ -178,6 +178,16 @@ def _real(name: str, value: Any) -> float:
     raise TypeError(f"{name}: is a {type(value).__name__}, wanted a number")
 
 
+def _scale_tensors(like: Any, *scales: Any) -> list[Any]:
+    """Scales as tensors, which is what the schemas take: a number becomes one."""
+    return [
+        scale
+        if scale is None or isinstance(scale, torch.Tensor)
+        else torch.full((1,), _real("k_scale, v_scale", scale), dtype=torch.float32, device=like.device)
+        for scale in scales
+    ]
+
+
 class _TracedOps:
     """What ``ops.py`` calls while torch traces: the public ops' options, down to the registered ops."""
 
@@ -196,6 +206,8 @@ class _TracedOps:
         alibi_slopes: Any,
         sinks: Any,
         tree_mask: Any,
+        k_scale: Any,
+        v_scale: Any,
         out: Any,
         lse: Any,
         return_lse: bool,
@@ -207,7 +219,7 @@ class _TracedOps:
             scale = _real("scale", scale)
         if soft_cap is not None and not isinstance(soft_cap, (int, float)):
             soft_cap = _real("soft_cap", soft_cap)
-        rules = window, soft_cap, alibi_slopes, sinks, tree_mask
+        rules = window, soft_cap, alibi_slopes, sinks, tree_mask, *_scale_tensors(query, k_scale, v_scale)
         if out is None:
             out = query.new_empty((*query.shape[:2], value_cache.shape[3]))
         if lse is None and return_lse:
@@ -224,9 +236,17 @@ class _TracedOps:
 
     @staticmethod
     def write(
-        key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, check: bool | None
+        key: Any,
+        value: Any,
+        key_cache: Any,
+        value_cache: Any,
+        slot_mapping: Any,
+        k_scale: Any,
+        v_scale: Any,
+        check: bool | None,
     ) -> None:
-        torch.ops.paged_ops.write_kv_cache(key, value, key_cache, value_cache, slot_mapping, check)
+        scales = _scale_tensors(key, k_scale, v_scale)
+        torch.ops.paged_ops.write_kv_cache(key, value, key_cache, value_cache, slot_mapping, *scales, check)
 
     @staticmethod
     def copy(caches: list[Any], block_pairs: Any, check: bool | None) -> None:

@@ -4,7 +4,8 @@ Tensors may be of torch, NumPy or cupy (any type with DLPack); outputs are of th
 Common shapes::
 
     query         [num_tokens, num_q_heads, head_dim]                float32, float16, bfloat16
-    key_cache     [num_blocks, block_size, num_kv_heads, head_dim]   as query; any strides, the last dimension
+    key_cache     [num_blocks, block_size, num_kv_heads, head_dim]   as query, or float8_e4m3fn, float8_e5m2,
+                                                                     int8; any strides, the last dimension
                                                                      contiguous
     value_cache   the same; its head_dim may differ
     block_tables  [num_seqs, max_blocks_per_seq]                     int32
@@ -63,6 +64,8 @@ def paged_attention_decode(
     soft_cap: float | None = None,
     alibi_slopes: Any = None,
     sinks: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     out: Any = None,
     lse: Any = None,
     return_lse: bool = False,
@@ -79,9 +82,9 @@ def paged_attention_decode(
     Args:
         query: ``[num_seqs, num_q_heads, head_dim]``; ``num_q_heads`` is a multiple of the caches'
             ``num_kv_heads``.
-        key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` of the query's dtype, any
-            strides with the last dimension contiguous; head_dim a multiple of 8 up to 256, value_cache's may
-            differ from key_cache's.
+        key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` of the query's dtype or
+            quantised (not on CUDA yet), any strides with the last dimension contiguous; head_dim a multiple of 8
+            up to 256, value_cache's may differ from key_cache's.
         block_tables: int32 ``[num_seqs, max_blocks_per_seq]``; entries past a sequence's length are not read.
         seq_lens: int32 ``[num_seqs]``. A sequence of length 0 gives output 0 and LSE ``-inf``.
         scale: multiplies the logits; default ``head_dim ** -0.5``.
@@ -93,6 +96,8 @@ def paged_attention_decode(
         sinks: float32 ``[num_q_heads]``: each row has one more logit, whose value is 0 (gpt-oss). It counts
             in the LSE, and a row of a sequence without keys has it as its LSE; when states are merged, give
             it to one of them.
+        k_scale, v_scale: what the numbers of a quantised cache are multiplied by, mandatory with one: a
+            number, or float32 ``[1]``, ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``.
         out: ``[num_seqs, num_q_heads, value_head_dim]`` of the query's dtype, written in full; allocated when
             None. It may not share memory with an input.
         lse: float32 ``[num_seqs, num_q_heads]``, contiguous, to write the LSE to.
@@ -107,7 +112,7 @@ def paged_attention_decode(
     if _compiling(query):
         return _torch_ops.attention(
             query, key_cache, value_cache, block_tables, seq_lens, None,
-            scale, True, window, soft_cap, alibi_slopes, sinks, None,
+            scale, True, window, soft_cap, alibi_slopes, sinks, None, k_scale, v_scale,
             out, lse, return_lse, workspace, check,
         )  # fmt: skip
     if check is None:
@@ -118,7 +123,7 @@ def paged_attention_decode(
         return_lse = _flag("return_lse", return_lse)
     return _backend.module.attention(
         query, key_cache, value_cache, block_tables, seq_lens, None,
-        scale, True, window, soft_cap, alibi_slopes, sinks, None,
+        scale, True, window, soft_cap, alibi_slopes, sinks, None, k_scale, v_scale,
         out, lse, return_lse, workspace, check,
     )  # fmt: skip
 
@@ -138,6 +143,8 @@ def paged_attention(
     alibi_slopes: Any = None,
     sinks: Any = None,
     tree_mask: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     out: Any = None,
     lse: Any = None,
     return_lse: bool = False,
@@ -173,7 +180,7 @@ def paged_attention(
     if _compiling(query):
         return _torch_ops.attention(
             query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q,
-            scale, causal, window, soft_cap, alibi_slopes, sinks, tree_mask,
+            scale, causal, window, soft_cap, alibi_slopes, sinks, tree_mask, k_scale, v_scale,
             out, lse, return_lse, workspace, check,
         )  # fmt: skip
     if check is None:
@@ -186,7 +193,7 @@ def paged_attention(
         return_lse = _flag("return_lse", return_lse)
     return _backend.module.attention(
         query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q,
-        scale, causal, window, soft_cap, alibi_slopes, sinks, tree_mask,
+        scale, causal, window, soft_cap, alibi_slopes, sinks, tree_mask, k_scale, v_scale,
         out, lse, return_lse, workspace, check,
     )  # fmt: skip
 
@@ -216,26 +223,40 @@ def merge_attention_states(
 
 
 def write_kv_cache(
-    key: Any, value: Any, key_cache: Any, value_cache: Any, slot_mapping: Any, *, check: bool | None = None
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slot_mapping: Any,
+    *,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    check: bool | None = None,
 ) -> None:
     """Write new keys and values into their slots: ``cache[slot // block_size, slot % block_size] = row``.
 
     Args:
-        key: ``[num_tokens, num_kv_heads, head_dim]``, dtype of the caches, last dimension contiguous.
+        key: ``[num_tokens, num_kv_heads, head_dim]``, dtype of the caches (with quantised ones: float32,
+            float16 or bfloat16), last dimension contiguous.
         value: ``[num_tokens, num_kv_heads, value_head_dim]``.
         key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, written in place.
         slot_mapping: int64, at most ``num_tokens`` slots: it says how many rows are written, so ``key`` and
             ``value`` may be padded. A negative slot skips its row. No slot may come twice (the result would
             be either row).
+        k_scale, v_scale: of quantised caches, as in :func:`paged_attention_decode`: what is stored is ``row /
+            scale``, rounded to the nearest, ties to even, and saturated at the greatest finite number (127 in
+            int8), infinities too; NaN stays NaN, in int8 it becomes 0. Scales of the form ``[num_blocks,
+            block_size, num_kv_heads]`` are written: the greatest finite size of each row over that number (1
+            for a row of zeros).
         check: check slots first; always on for the CPU.
     """
     if _compiling(key_cache):
-        return _torch_ops.write(key, value, key_cache, value_cache, slot_mapping, check)
+        return _torch_ops.write(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, check)
     if check is None:
         check = _backend.check_by_default
     elif check is not True and check is not False:
         check = _flag("check", check)
-    _backend.module.write_kv_cache(key, value, key_cache, value_cache, slot_mapping, check)
+    _backend.module.write_kv_cache(key, value, key_cache, value_cache, slot_mapping, k_scale, v_scale, check)
     return None
 
 

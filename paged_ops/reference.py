@@ -145,6 +145,8 @@ def paged_attention(
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
     tree_mask: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Attention of each sequence's last query tokens over its paged cache.
@@ -161,6 +163,7 @@ def paged_attention(
     alibi_slopes  `[num_q_heads]` (`logits`)
     sinks         `[num_q_heads]` (`attend`); padding has none
     tree_mask     `[num_tokens]` int64 (`tree_sight`), with causal only
+    k_scale       what key_cache is multiplied by when it is quantised (`dequantise`), v_scale the same
     -> out `[num_tokens, num_q_heads, Dv]`, and with `return_lse` also lse `[num_tokens, num_q_heads]`
 
     The query tokens of a sequence are its last ones: token t of q_len sits at position `seq_len - q_len + t`,
@@ -168,7 +171,7 @@ def paged_attention(
     (q_len > seq_len) sees nothing. When not causal every query token sees all `seq_len` keys.
     """
     query, cu_seqlens_q = _float64(query), np.asarray(cu_seqlens_q)
-    key_cache, value_cache = np.asarray(key_cache), np.asarray(value_cache)
+    key_cache, value_cache = dequantise(key_cache, k_scale), dequantise(value_cache, v_scale)
     block_tables, seq_lens = np.asarray(block_tables), np.asarray(seq_lens)
     num_tokens, num_q_heads, key_head_dim = query.shape
     num_kv_heads, value_head_dim = value_cache.shape[2:]
@@ -218,6 +221,8 @@ def paged_attention_decode(
     soft_cap: float | None = None,
     alibi_slopes: ArrayLike | None = None,
     sinks: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Attention of one query token per sequence: `paged_attention` with every q_len 1.
@@ -237,6 +242,8 @@ def paged_attention_decode(
         soft_cap=soft_cap,
         alibi_slopes=alibi_slopes,
         sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
         return_lse=return_lse,
     )
 
@@ -265,6 +272,46 @@ def merge_attention_states(
     return share(out_a, lse_a) + share(out_b, lse_b), lse
 
 
+# --- quantised caches -----------------------------------------------------------------------------------
+
+# The greatest number that quantisation gives, by the name of a cache's dtype.
+LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
+
+
+def dequantise(cache: ArrayLike, scale: ArrayLike | None) -> NDArray[Any]:
+    """`x = q * scale`, float64 as the cache `[num_blocks, block_size, num_kv_heads, head_dim]`.
+
+    scale: a number, `[1]`, `[num_kv_heads]`, or `[num_blocks, block_size, num_kv_heads]`; None leaves a cache
+    that is not quantised as it is.
+    """
+    cache = np.asarray(cache)
+    return cache if scale is None else _float64(cache) * _float64(scale)[..., None]
+
+
+def quantise(rows: NDArray[Any], scale: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
+    """`q = rows / scale`, to the nearest (ties to even), saturated at `LARGEST`, infinities too.
+
+    NaN stays NaN, and in int8 becomes 0. rows `[..., head_dim]`, scale as `rows` without it. The quotient is
+    one of float32, so that rounding it is defined to the bit.
+    """
+    with np.errstate(over="ignore", invalid="ignore"):
+        quotient = rows.astype(np.float32) / np.asarray(scale, np.float32)[..., None]
+    quotient = np.clip(quotient, -LARGEST[dtype.name], LARGEST[dtype.name])
+    if dtype == np.int8:
+        quotient = np.rint(np.nan_to_num(quotient, nan=0.0))
+    return quotient.astype(dtype)
+
+
+def scale_of(rows: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.float32]:
+    """The scale per row with which its greatest finite size becomes `LARGEST`; 1 for a row of zeros.
+
+    rows `[..., head_dim]` -> float32 `[...]`.
+    """
+    size = np.abs(rows.astype(np.float32))
+    scale = np.where(np.isfinite(size), size, 0).max(axis=-1) / np.float32(LARGEST[dtype.name])
+    return np.where(scale > 0, scale, np.float32(1))
+
+
 # --- the cache: write, copy, swap, gather ---------------------------------------------------------------
 
 
@@ -274,6 +321,9 @@ def write_kv_cache(
     key_cache: NDArray[Any],
     value_cache: NDArray[Any],
     slot_mapping: ArrayLike,
+    *,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> None:
     """Stores token t's key and value at slot `slot_mapping[t]` of the caches, in place.
 
@@ -281,14 +331,24 @@ def write_kv_cache(
     negative slot is skipped; `slot_mapping` alone says how many tokens there are, so key and value may be
     padded. Slots of one call are distinct (of two equal ones, which token stays is not defined). Nothing else
     is touched.
+
+    Quantised caches have scales (`dequantise`), and rows are stored as `quantise` says; scales of the form
+    `[num_blocks, block_size, num_kv_heads]` are written too, as `scale_of` says.
     """
     key, value, slot_mapping = np.asarray(key), np.asarray(value), np.asarray(slot_mapping)
     num_blocks, block_size = key_cache.shape[:2]
     _require_below("slot_mapping", slot_mapping, num_blocks * block_size)
     for token, slot in enumerate(slot_mapping):
         if slot >= 0:
-            key_cache[slot // block_size, slot % block_size] = key[token]
-            value_cache[slot // block_size, slot % block_size] = value[token]
+            place = slot // block_size, slot % block_size
+            for cache, row, scale in ((key_cache, key[token], k_scale), (value_cache, value[token], v_scale)):
+                if scale is not None and np.ndim(scale) == 3:
+                    scale[place] = scale_of(row, cache.dtype)
+                    cache[place] = quantise(row, scale[place], cache.dtype)
+                elif scale is not None:
+                    cache[place] = quantise(row, np.broadcast_to(scale, row.shape[:1]), cache.dtype)
+                else:
+                    cache[place] = row
 
 
 def copy_blocks(caches: NDArray[Any] | Sequence[NDArray[Any]], block_pairs: ArrayLike) -> None:

@@ -52,7 +52,7 @@ def _one_tiny_sequence(setting: Setting, *, numpy: bool) -> Trial:
         paged_ops._native.attention(*native)
         return data.complaint(out, [0])
 
-    native = (*given[:5], None, None, True, *[None] * 5, given[5], None, False, None, True)
+    native = (*given[:5], None, None, True, *[None] * 7, given[5], None, False, None, True)
     trial = Trial(
         {"ours": Candidate(_repeated(paged_ops.paged_attention_decode, *given[:5], out=given[5]), check)},
         {"native module": Candidate(_repeated(paged_ops._native.attention, *native), check_native)},

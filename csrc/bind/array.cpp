@@ -58,11 +58,16 @@ dlpack::DataType numpy_type(py::handle object) {
     switch (dtype.kind()) {
       case 'i': return {dlpack::kInt, bits, 1};
       case 'u': return {dlpack::kUInt, bits, 1};
-      case 'f': return {dlpack::kFloat, bits, 1};
       case 'b': return {dlpack::kBool, bits, 1};
-      default:
-        if (dtype.attr("name").cast<std::string>() == "bfloat16") return {dlpack::kBfloat, 16, 1};
+      case 'f':
+        if (bits > 8) return {dlpack::kFloat, bits, 1};
+        break;
+      default: break;
     }
+    const auto name = dtype.attr("name").cast<std::string>();  // those of ml_dtypes
+    if (name == "bfloat16") return {dlpack::kBfloat, 16, 1};
+    if (name == "float8_e4m3fn") return {dlpack::kFloat8E4M3, 8, 1};
+    if (name == "float8_e5m2") return {dlpack::kFloat8E5M2, 8, 1};
   }
   fail<TypeError>("dtype is ", py::str(dtype).cast<std::string>());
 }
@@ -266,6 +271,8 @@ std::string Array::dtype_name() const {
     case dlpack::kUInt: return concat("uint", int(type_.bits));
     case dlpack::kFloat: return concat("float", int(type_.bits));
     case dlpack::kBfloat: return concat("bfloat", int(type_.bits));
+    case dlpack::kFloat8E4M3: return "float8_e4m3fn";
+    case dlpack::kFloat8E5M2: return "float8_e5m2";
     case dlpack::kComplex: return concat("complex", int(type_.bits));
     case dlpack::kBool: return "bool";
     default: return concat("DLPack type code ", int(type_.code), " of ", int(type_.bits), " bits");
@@ -295,7 +302,10 @@ bool Array::is(DType wanted) const {
     case DType::f16: return type_.code == dlpack::kFloat;
     case DType::bf16: return type_.code == dlpack::kBfloat;
     case DType::i32:
-    case DType::i64: return type_.code == dlpack::kInt;
+    case DType::i64:
+    case DType::i8: return type_.code == dlpack::kInt;
+    case DType::f8e4m3: return type_.code == dlpack::kFloat8E4M3;
+    case DType::f8e5m2: return type_.code == dlpack::kFloat8E5M2;
   }
   return false;
 }
@@ -305,7 +315,8 @@ bool Array::has_dtype_of(const Array& other) const {
 }
 
 DType Array::dtype() const {
-  for (const DType dtype : {DType::bf16, DType::f16, DType::f32, DType::i32, DType::i64})
+  for (const DType dtype :
+       {DType::bf16, DType::f16, DType::f32, DType::i32, DType::i64, DType::f8e4m3, DType::f8e5m2, DType::i8})
     if (is(dtype)) return dtype;
   fail<TypeError>(name_, ": dtype is ", dtype_name(), ", which no op takes here");
 }

@@ -82,15 +82,15 @@ py::object attention(py::handle query_in, py::handle key_cache_in, py::handle va
                      py::handle block_tables_in, py::handle seq_lens_in, py::handle cu_seqlens_q_in,
                      py::handle scale, bool causal, py::handle window, py::handle soft_cap,
                      py::handle alibi_slopes_in, py::handle sinks_in, py::handle tree_mask_in,
-                     py::object out_in, py::object lse_in, bool return_lse, py::object workspace_in,
-                     bool check) {
+                     py::handle k_scale_in, py::handle v_scale_in, py::object out_in, py::object lse_in,
+                     bool return_lse, py::object workspace_in, bool check) {
   const Array query(query_in, "query");
   const Array key_cache(key_cache_in, "key_cache");
   const Array value_cache(value_cache_in, "value_cache");
   const Array block_tables(block_tables_in, "block_tables");
   const Array seq_lens(seq_lens_in, "seq_lens");
   // All views live to the end of the call: they hold the memory that a capsule lends.
-  std::optional<Array> cu_seqlens_q, alibi_slopes, sinks, tree_mask, lse, workspace;
+  std::optional<Array> cu_seqlens_q, alibi_slopes, sinks, tree_mask, k_scale, v_scale, lse, workspace;
 
   query.require_ndim(3, "[num_tokens, num_q_heads, head_dim]");
   query.require_last_contiguous();
@@ -103,6 +103,8 @@ py::object attention(py::handle query_in, py::handle key_cache_in, py::handle va
   query.require_shape(2, p.kv.key_head_dim, "head_dim, as in key_cache");
   require_supported(query, p.dtype, p.num_q_heads, p.kv);
   for (const Array* array : {&key_cache, &block_tables, &seq_lens}) array->require_same_device(query);
+  p.kv.key_scale = scale_view(k_scale, k_scale_in, "k_scale", key_cache, Array::Use::input);
+  p.kv.value_scale = scale_view(v_scale, v_scale_in, "v_scale", value_cache, Array::Use::input);
   p.query = query.data();
   p.query_stride_token = query.stride_nbytes(0);
   p.query_stride_head = query.stride_nbytes(1);
@@ -184,12 +186,13 @@ py::object attention(py::handle query_in, py::handle key_cache_in, py::handle va
   }
 
   const auto or_out = [&](const std::optional<Array>& array) { return array ? &*array : &out; };
-  const bool recording = require_no_gradient(
-      {&query, &key_cache, &value_cache, &out, or_out(lse), or_out(alibi_slopes), or_out(sinks)});
+  const bool recording =
+      require_no_gradient({&query, &key_cache, &value_cache, &out, or_out(lse), or_out(alibi_slopes),
+                           or_out(sinks), or_out(k_scale), or_out(v_scale)});
   const auto given = [](const std::optional<Array>& array) { return array ? &*array : nullptr; };
   require_apart({&out, given(lse), given(workspace)},
                 {&query, &key_cache, &value_cache, &block_tables, &seq_lens, given(cu_seqlens_q),
-                 given(alibi_slopes), given(sinks), given(tree_mask)});
+                 given(alibi_slopes), given(sinks), given(tree_mask), given(k_scale), given(v_scale)});
   if (p.num_tokens > 0) {
     const WithoutGil no_gil;
     backend.attention(p, context);

@@ -8,9 +8,9 @@ namespace paged_ops::bind {
 
 namespace {
 
-void require_rows(const Array& rows, const PagedKV& kv, int head_dim, const char* cache_name) {
+void require_rows(const Array& rows, DType dtype, const PagedKV& kv, int head_dim, const char* cache_name) {
   rows.require_ndim(3, "[num_tokens, num_kv_heads, head_dim]");
-  rows.require_dtype(kv.dtype);
+  rows.require_dtype(dtype);
   rows.require_shape(1, kv.num_kv_heads, cache_name);
   rows.require_shape(2, head_dim, cache_name);
   rows.require_last_contiguous();
@@ -19,7 +19,8 @@ void require_rows(const Array& rows, const PagedKV& kv, int head_dim, const char
 }  // namespace
 
 void write_kv_cache(py::handle key_in, py::handle value_in, py::handle key_cache_in,
-                    py::handle value_cache_in, py::handle slot_mapping_in, bool check) {
+                    py::handle value_cache_in, py::handle slot_mapping_in, py::handle k_scale_in,
+                    py::handle v_scale_in, bool check) {
   const Array key(key_in, "key");
   const Array value(value_in, "value");
   const Array key_cache(key_cache_in, "key_cache", Array::Use::output);
@@ -28,17 +29,31 @@ void write_kv_cache(py::handle key_in, py::handle value_in, py::handle key_cache
 
   CacheWriteParams p{};
   p.kv = paged_kv(key_cache, value_cache);
-  require_supported(key_cache, p.kv.dtype, p.kv.num_kv_heads, p.kv);
-  require_rows(key, p.kv, p.kv.key_head_dim, "as in key_cache");
-  require_rows(value, p.kv, p.kv.value_head_dim, "as in value_cache");
+  p.dtype = is_quantised(p.kv.dtype) ? key.dtype() : p.kv.dtype;
+  require_supported(is_quantised(p.kv.dtype) ? key : key_cache, p.dtype, p.kv.num_kv_heads, p.kv);
+  require_rows(key, p.dtype, p.kv, p.kv.key_head_dim, "as in key_cache");
+  require_rows(value, p.dtype, p.kv, p.kv.value_head_dim, "as in value_cache");
   value.require_shape(0, key.shape(0), "num_tokens, as in key");
+  // Scales per token are written.
+  std::optional<Array> k_scale, v_scale;
+  const auto use_of = [](py::handle scale) {
+    const bool per_token = py::hasattr(scale, "ndim") && scale.attr("ndim").cast<int>() == 3;
+    return per_token ? Array::Use::output : Array::Use::input;
+  };
+  p.kv.key_scale = scale_view(k_scale, k_scale_in, "k_scale", key_cache, use_of(k_scale_in));
+  p.kv.value_scale = scale_view(v_scale, v_scale_in, "v_scale", value_cache, use_of(v_scale_in));
   slot_mapping.require_ndim(1, "[num_tokens]");
   slot_mapping.require_dtype(DType::i64);
   slot_mapping.require_contiguous();
   PAGED_OPS_REQUIRE(slot_mapping.shape(0) <= key.shape(0), "slot_mapping: shape is ",
                     slot_mapping.shape_text(), ", wanted at most the ", key.shape(0), " tokens of key");
   for (const Array* array : {&key, &value, &slot_mapping}) array->require_same_device(key_cache);
-  require_apart({&key_cache, &value_cache}, {&key, &value, &slot_mapping});
+  const auto given = [](const std::optional<Array>& array, bool per_token) {
+    return array && per_token ? &*array : nullptr;
+  };
+  const Array* const k_scales = given(k_scale, p.kv.key_scale.per_token);
+  const Array* const v_scales = given(v_scale, p.kv.value_scale.per_token);
+  require_apart({&key_cache, &value_cache, k_scales, v_scales}, {&key, &value, &slot_mapping});
 
   p.key = key.data();
   p.value = value.data();
@@ -48,7 +63,6 @@ void write_kv_cache(py::handle key_in, py::handle value_in, py::handle key_cache
   p.value_stride_token = value.stride_nbytes(0);
   p.value_stride_head = value.stride_nbytes(1);
   p.num_tokens = narrow(slot_mapping.shape(0), "num_tokens of slot_mapping");
-  p.dtype = p.kv.dtype;
 
   const bool recording = require_no_gradient({&key, &value, &key_cache, &value_cache});
   const Backend& backend = backend_for(key_cache);
@@ -58,7 +72,7 @@ void write_kv_cache(py::handle key_in, py::handle value_in, py::handle key_cache
     const WithoutGil no_gil;
     backend.cache_write(p, context);
   }
-  if (recording) count_writes({&key_cache, &value_cache});
+  if (recording) count_writes({&key_cache, &value_cache, k_scales, v_scales});
 }
 
 py::tuple gather_kv_cache(py::handle key_cache_in, py::handle value_cache_in, py::handle block_tables_in,
@@ -101,8 +115,8 @@ py::tuple gather_kv_cache(py::handle key_cache_in, py::handle value_cache_in, py
   }
   const Array key(key_out, "out[0]", Array::Use::output);
   const Array value(value_out, "out[1]", Array::Use::output);
-  require_rows(key, p.kv, p.kv.key_head_dim, "as in key_cache");
-  require_rows(value, p.kv, p.kv.value_head_dim, "as in value_cache");
+  require_rows(key, p.kv.dtype, p.kv, p.kv.key_head_dim, "as in key_cache");
+  require_rows(value, p.kv.dtype, p.kv, p.kv.value_head_dim, "as in value_cache");
   value.require_shape(0, key.shape(0), "num_tokens, as in out[0]");
   for (const Array* rows : {&key, &value}) rows->require_same_device(key_cache);
   require_apart({&key, &value}, {&key_cache, &value_cache, &block_tables, &seq_lens});

@@ -40,7 +40,7 @@ PagedKV paged_kv(const Array& key_cache, const Array& value_cache) {
   key_cache.require_ndim(4, wanted);
   value_cache.require_ndim(4, wanted);
   value_cache.require_same_device(key_cache);
-  value_cache.require_dtype(key_cache.dtype());
+  value_cache.require_dtype(key_cache.dtype());  // plain and quantised ones do not mix
   value_cache.require_shape(0, key_cache.shape(0), "num_blocks, as in key_cache");
   value_cache.require_shape(1, key_cache.shape(1), "block_size, as in key_cache");
   value_cache.require_shape(2, key_cache.shape(2), "num_kv_heads, as in key_cache");
@@ -57,6 +57,61 @@ PagedKV paged_kv(const Array& key_cache, const Array& value_cache) {
                  .key_head_dim = narrow(key_cache.shape(3), "head_dim of key_cache"),
                  .value_head_dim = narrow(value_cache.shape(3), "head_dim of value_cache"),
                  .dtype = key_cache.dtype()};
+}
+
+namespace {
+
+void require_scale(double scale, const char* name) {
+  PAGED_OPS_REQUIRE(scale > 0 && scale <= std::numeric_limits<float>::max(), name, ": is ", scale,
+                    ", wanted a finite number above 0");
+}
+
+}  // namespace
+
+ScaleView scale_view(std::optional<Array>& array, py::handle scale, const char* name, const Array& cache,
+                     Array::Use use) {
+  ScaleView view{.uniform = 1.0f};
+  if (!is_quantised(cache.dtype())) {
+    PAGED_OPS_REQUIRE(scale.is_none(), name, ": is given, and ", cache.name(), " is ", cache.dtype_name(),
+                      ", which has no scales");
+    return view;
+  }
+  constexpr const char* wanted =
+      "a number or float32 [1], [num_kv_heads] or [num_blocks, block_size, num_kv_heads]";
+  PAGED_OPS_REQUIRE(!scale.is_none(), name, ": is None, wanted ", wanted, ", for ", cache.name(), " is ",
+                    cache.dtype_name());
+  if (PyFloat_Check(scale.ptr()) || PyLong_Check(scale.ptr()) || !py::hasattr(scale, "__dlpack__")) {
+    const double value = PyFloat_AsDouble(scale.ptr());
+    if (value == -1.0 && PyErr_Occurred()) {
+      PyErr_Clear();
+      fail<TypeError>(name, ": is a ", Py_TYPE(scale.ptr())->tp_name, ", wanted ", wanted);
+    }
+    require_scale(value, name);
+    view.uniform = float(value);
+    return view;
+  }
+  array.emplace(scale, name, use);
+  array->require_dtype(DType::f32);
+  array->require_same_device(cache);
+  view.data = static_cast<float*>(array->data());
+  if (array->ndim() == 3) {
+    array->require_shape(0, cache.shape(0), "num_blocks, as in the cache");
+    array->require_shape(1, cache.shape(1), "block_size, as in the cache");
+    array->require_shape(2, cache.shape(2), "num_kv_heads, as in the cache");
+    view.per_token = true;
+    view.stride_block = array->stride_nbytes(0);
+    view.stride_token = array->stride_nbytes(1);
+    view.stride_head = array->stride_nbytes(2);
+    return view;
+  }
+  const bool per_head = array->ndim() == 1 && array->shape(0) == cache.shape(2);
+  PAGED_OPS_REQUIRE(per_head || array->size() == 1, name, ": shape is ", array->shape_text(), ", wanted ",
+                    wanted);
+  if (per_head) view.stride_head = array->stride_nbytes(0);
+  if (!dlpack::on_cuda(cache.device()))
+    for (int64_t i = 0; i < array->size(); i++)
+      require_scale(view.data[i * view.stride_head / int64_t(sizeof(float))], name);
+  return view;
 }
 
 BlockTables block_tables_of(const Array& block_tables, const Array& seq_lens) {

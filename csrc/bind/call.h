@@ -1,5 +1,7 @@
 // From a caller's tensors to a backend's call: which backend, which stream, which common views.
 #pragma once
+#include <optional>
+
 #include "bind/array.h"
 #include "core/paged_kv.h"
 #include "params/backend.h"
@@ -26,6 +28,11 @@ Context context_for(const Array& array, bool check);
 // The caches of one layer, checked against each other:
 // [num_blocks, block_size, num_kv_heads, head_dim], same dtype, device and first three extents.
 PagedKV paged_kv(const Array& key_cache, const Array& value_cache);
+
+// What scales a quantised cache, as the caller gives it: a number, or float32 [1], [num_kv_heads] or
+// [num_blocks, block_size, num_kv_heads]. `array` keeps a tensor's view. None for any other cache.
+ScaleView scale_view(std::optional<Array>& array, py::handle scale, const char* name, const Array& cache,
+                     Array::Use use);
 
 // block_tables int32 [num_seqs, max_blocks_per_seq] and seq_lens int32 [num_seqs].
 BlockTables block_tables_of(const Array& block_tables, const Array& seq_lens);

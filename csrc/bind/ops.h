@@ -14,14 +14,14 @@ namespace paged_ops::bind {
 py::object attention(py::handle query, py::handle key_cache, py::handle value_cache, py::handle block_tables,
                      py::handle seq_lens, py::handle cu_seqlens_q, py::handle scale, bool causal,
                      py::handle window, py::handle soft_cap, py::handle alibi_slopes, py::handle sinks,
-                     py::handle tree_mask, py::object out, py::object lse, bool return_lse,
-                     py::object workspace, bool check);
+                     py::handle tree_mask, py::handle k_scale, py::handle v_scale, py::object out,
+                     py::object lse, bool return_lse, py::object workspace, bool check);
 size_t attention_workspace_nbytes(const std::string& device, int64_t num_tokens, int64_t num_seqs,
                                   int64_t max_blocks_per_seq, int64_t block_size, int64_t num_q_heads,
                                   int64_t num_kv_heads, int64_t head_dim, int64_t value_head_dim,
                                   const std::string& dtype, bool decode);
 void write_kv_cache(py::handle key, py::handle value, py::handle key_cache, py::handle value_cache,
-                    py::handle slot_mapping, bool check);
+                    py::handle slot_mapping, py::handle k_scale, py::handle v_scale, bool check);
 py::tuple gather_kv_cache(py::handle key_cache, py::handle value_cache, py::handle block_tables,
                           py::handle seq_lens, py::object key_out, py::object value_out,
                           py::object num_tokens, bool check);

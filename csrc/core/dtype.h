@@ -1,4 +1,4 @@
-// Element types of tensors: names, sizes, and the 16-bit storage types with portable conversions.
+// Element types of tensors: names, sizes, and the narrow storage types with portable conversions.
 #pragma once
 #include <cstdint>
 #include <cstring>
@@ -11,7 +11,10 @@
 
 namespace paged_ops {
 
-enum class DType : uint8_t { f32, f16, bf16, i32, i64 };
+// The first three are what attention computes in, the last three what a cache may be quantised to.
+enum class DType : uint8_t { f32, f16, bf16, i32, i64, f8e4m3, f8e5m2, i8 };
+
+PAGED_OPS_HOST_DEVICE constexpr bool is_quantised(DType dtype) { return dtype >= DType::f8e4m3; }
 
 PAGED_OPS_HOST_DEVICE constexpr int itemsize(DType dtype) {
   switch (dtype) {
@@ -20,6 +23,9 @@ PAGED_OPS_HOST_DEVICE constexpr int itemsize(DType dtype) {
     case DType::bf16: return 2;
     case DType::i32: return 4;
     case DType::i64: return 8;
+    case DType::f8e4m3:
+    case DType::f8e5m2:
+    case DType::i8: return 1;
   }
   return 0;
 }
@@ -31,6 +37,9 @@ constexpr const char* name(DType dtype) {
     case DType::bf16: return "bfloat16";
     case DType::i32: return "int32";
     case DType::i64: return "int64";
+    case DType::f8e4m3: return "float8_e4m3fn";
+    case DType::f8e5m2: return "float8_e5m2";
+    case DType::i8: return "int8";
   }
   return "?";
 }
@@ -42,6 +51,16 @@ struct f16 {
 };
 struct bf16 {
   uint16_t bits;
+};
+// 1-4-3 bits without infinities, and 1-5-2 bits (Micikevicius et al. 2022, arXiv:2209.05433).
+struct f8e4m3 {
+  uint8_t bits;
+};
+struct f8e5m2 {
+  uint8_t bits;
+};
+struct i8 {
+  int8_t bits;
 };
 
 template <class T>
@@ -58,6 +77,25 @@ template <>
 struct dtype_of<bf16> {
   static constexpr DType value = DType::bf16;
 };
+
+template <>
+struct dtype_of<f8e4m3> {
+  static constexpr DType value = DType::f8e4m3;
+};
+template <>
+struct dtype_of<f8e5m2> {
+  static constexpr DType value = DType::f8e5m2;
+};
+template <>
+struct dtype_of<i8> {
+  static constexpr DType value = DType::i8;
+};
+
+// The greatest number that quantisation gives; what is farther from 0, infinities too, becomes it. (int8 is
+// kept symmetric: -128 can be read, but is not written.)
+PAGED_OPS_HOST_DEVICE constexpr float largest(DType quantised) {
+  return quantised == DType::f8e4m3 ? 448.0f : quantised == DType::f8e5m2 ? 57344.0f : 127.0f;
+}
 
 namespace portable {
 
@@ -114,6 +152,54 @@ PAGED_OPS_HOST_DEVICE inline f16 from_float<f16>(float x) {
   }
   const uint32_t rebased = magnitude - (112u << 23);
   return f16{uint16_t(sign | (rebased + 0xfffu + (rebased >> 13 & 1u)) >> 13)};
+}
+
+PAGED_OPS_HOST_DEVICE inline float to_float(i8 x) { return float(x.bits); }
+
+// The upper byte of an f16.
+PAGED_OPS_HOST_DEVICE inline float to_float(f8e5m2 x) { return to_float(f16{uint16_t(x.bits << 8)}); }
+
+// Moved to f16's places the bits give the value times 2^-8, subnormals too.
+PAGED_OPS_HOST_DEVICE inline float to_float(f8e4m3 x) {
+  const uint32_t magnitude = x.bits & 0x7fu, sign = x.bits & 0x80u;
+  if (magnitude == 0x7fu) return bit_cast<float>(sign << 24 | 0x7fc00000u);
+  return to_float(f16{uint16_t(sign << 8 | magnitude << 7)}) * 256.0f;
+}
+
+// To the nearest with saturation, ties to even. NaN stays NaN, and in int8 becomes 0. Without branches, so
+// that compilers make vectors of it.
+template <>
+PAGED_OPS_HOST_DEVICE inline i8 from_float<i8>(float x) {
+  const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  float y = x < 127.0f ? x : 127.0f;
+  y = y > -127.0f ? y : -127.0f;
+  y = x == x ? y : 0.0f;
+  return i8{int8_t(bit_cast<uint32_t>(y + shift) & 0xffu)};
+}
+
+// kFraction bits of fraction, exponents from kLeast = that of the least normal number on.
+template <int kFraction, int kLeast>
+PAGED_OPS_HOST_DEVICE inline uint8_t to_f8(float x, float largest, uint8_t nan) {
+  constexpr int kDropped = 23 - kFraction;
+  const uint32_t sign = bit_cast<uint32_t>(x) >> 24 & 0x80u;
+  const float size = bit_cast<float>(bit_cast<uint32_t>(x) & 0x7fffffffu);
+  const float kept = size < largest ? size : largest;
+  const uint32_t bits = bit_cast<uint32_t>(kept);
+  const uint32_t rounded = bits + ((1u << (kDropped - 1)) - 1) + (bits >> kDropped & 1u);
+  const uint32_t normal = (rounded - (uint32_t(kLeast + 126) << 23)) >> kDropped;
+  // Subnormal: adding a power of two leaves the bits wanted at the bottom, rounded by the addition itself.
+  const uint32_t power = uint32_t(kLeast - kFraction + 23 + 127) << 23;
+  const uint32_t subnormal = bit_cast<uint32_t>(kept + bit_cast<float>(power)) - power;
+  const uint32_t magnitude = bits < uint32_t(kLeast + 127) << 23 ? subnormal : normal;
+  return uint8_t(sign | (x == x ? magnitude : nan));
+}
+template <>
+PAGED_OPS_HOST_DEVICE inline f8e4m3 from_float<f8e4m3>(float x) {
+  return f8e4m3{to_f8<3, -6>(x, 448.0f, 0x7f)};
+}
+template <>
+PAGED_OPS_HOST_DEVICE inline f8e5m2 from_float<f8e5m2>(float x) {
+  return f8e5m2{to_f8<2, -14>(x, 57344.0f, 0x7e)};
 }
 
 }  // namespace portable

@@ -20,6 +20,15 @@ struct CacheView {
   int64_t stride_head;
 };
 
+// The scales of a quantised cache: an element is worth its number times the scale of its token and head. One
+// for all (all strides 0), one per head, or one per token and head.
+struct ScaleView {
+  float* data;  // null: `uniform` is the scale of all; 1 of a cache that is not quantised
+  float uniform;
+  bool per_token;  // has the form of the last kind: written together with what it scales
+  int64_t stride_block, stride_token, stride_head;  // bytes
+};
+
 struct PagedKV {
   CacheView key;    // [num_blocks, block_size, num_kv_heads, key_head_dim]
   CacheView value;  // [num_blocks, block_size, num_kv_heads, value_head_dim]
@@ -29,6 +38,7 @@ struct PagedKV {
   int32_t key_head_dim;
   int32_t value_head_dim;
   DType dtype;
+  ScaleView key_scale, value_scale;  // [num_blocks, block_size, num_kv_heads]
 };
 
 // Where a sequence's tokens lie: row s of `block_tables` lists the blocks of sequence s in order.

@@ -28,9 +28,9 @@ struct Refusal {
 inline Refusal refusal(const Geometry& g) {
   if (g.dtype != DType::f32 && g.dtype != DType::f16 && g.dtype != DType::bf16)
     return {nullptr, concat("dtype is ", name(g.dtype), ", wanted one of float32, float16, bfloat16")};
-  if (g.cache_dtype != g.dtype)
+  if (g.cache_dtype != g.dtype && !is_quantised(g.cache_dtype))
     return {nullptr, concat("dtype is ", name(g.dtype), " beside a cache of ", name(g.cache_dtype),
-                            ", wanted one dtype")};
+                            ", wanted one dtype, or a cache of float8_e4m3fn, float8_e5m2, int8")};
   const auto refused_dim = [](int64_t dim) {
     return dim < kHeadDimMultiple || dim > kMaxHeadDim || dim % kHeadDimMultiple != 0;
   };

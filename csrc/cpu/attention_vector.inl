@@ -64,7 +64,8 @@ class VectorProducts {
         rule_(p),
         key_dim_(padded(p.kv.key_head_dim)),
         value_dim_(padded(p.kv.value_head_dim)),
-        unpacks_(rows.count >= kUnpackRows) {
+        quantised_(p.kv.dtype != p.dtype),
+        unpacks_(quantised_ || rows.count >= kUnpackRows) {
     const int64_t unpacked_tokens = unpacks_ ? kTileTokens : 0;
     query_ = carver.take<float>(int64_t(task.head_end - task.head_begin) * rows.count * key_dim_);
     scores_ = carver.take<float>(int64_t(rows.count) * kTileTokens);
@@ -94,7 +95,7 @@ class VectorProducts {
       prefetcher_.clear();
       walk.prefetch(next, tile_end(next, end_key), prefetcher_);
       for (int head = 0; head < num_heads; head++)
-        attend_tile(head, tile, next - at, at, states + head * head_floats);
+        attend_tile(walk, head, tile, next - at, at, states + head * head_floats);
     }
   }
 
@@ -121,17 +122,39 @@ class VectorProducts {
       }
   }
 
-  void attend_tile(int head, const TileRows& tile, int num_tokens, int position, float* states) {
-    const int64_t kv_head = task_.head_begin + head;
-    const Tile<T> key(tile.key, kv_head * p_.kv.key.stride_head, p_.kv.key_head_dim);
-    const Tile<T> value(tile.value, kv_head * p_.kv.value.stride_head, p_.kv.value_head_dim);
-    const float* query = query_ + int64_t(head) * rows_.count * key_dim_;
-    if (unpacks_) {
+  // The tile at hand as f32: keys and values of a head.
+  void unpack_tile(const PageWalk& walk, int64_t kv_head, const TileRows& tile, int num_tokens,
+                   int position) {
+    if (!quantised_) {
+      const Tile<T> key(tile.key, kv_head * p_.kv.key.stride_head, p_.kv.key_head_dim);
+      const Tile<T> value(tile.value, kv_head * p_.kv.value.stride_head, p_.kv.value_head_dim);
       unpack(key, num_tokens, key_tile_, prefetcher_);
       unpack(value, num_tokens, value_tile_, prefetcher_);
+      return;
+    }
+    float scales[2][kTileTokens];
+    load_scales(walk, p_.kv.key_scale, kv_head, position, position + num_tokens, scales[0]);
+    load_scales(walk, p_.kv.value_scale, kv_head, position, position + num_tokens, scales[1]);
+    with_quantised(p_.kv.dtype, [&](auto number) {
+      using Q = decltype(number);
+      const Tile<Q> key(tile.key, kv_head * p_.kv.key.stride_head, p_.kv.key_head_dim);
+      const Tile<Q> value(tile.value, kv_head * p_.kv.value.stride_head, p_.kv.value_head_dim);
+      unpack_quantised<T>(key, num_tokens, scales[0], key_tile_, prefetcher_);
+      unpack_quantised<T>(value, num_tokens, scales[1], value_tile_, prefetcher_);
+    });
+  }
+
+  void attend_tile(const PageWalk& walk, int head, const TileRows& tile, int num_tokens, int position,
+                   float* states) {
+    const int64_t kv_head = task_.head_begin + head;
+    const float* query = query_ + int64_t(head) * rows_.count * key_dim_;
+    if (unpacks_) {
+      unpack_tile(walk, kv_head, tile, num_tokens, position);
       take_tile(head, Tile<float>(key_rows_, 0, key_dim_), Tile<float>(value_rows_, 0, value_dim_),
                 num_tokens, position, query, states, nullptr);
     } else {
+      const Tile<T> key(tile.key, kv_head * p_.kv.key.stride_head, p_.kv.key_head_dim);
+      const Tile<T> value(tile.value, kv_head * p_.kv.value.stride_head, p_.kv.value_head_dim);
       take_tile(head, key, value, num_tokens, position, query, states, &prefetcher_);
     }
   }
@@ -199,7 +222,7 @@ class VectorProducts {
   const Rows rows_;
   const LogitRule rule_;
   const int key_dim_, value_dim_;
-  const bool unpacks_;
+  const bool quantised_, unpacks_;
   Prefetcher prefetcher_;    // of the tile after the one at hand
   float* query_;             // [heads, rows, key_dim] in pair order
   float* scores_;            // [rows, kTileTokens]

@@ -3,6 +3,7 @@
 
 #include "cpu/index_check.h"
 #include "cpu/ops.h"
+#include "cpu/quantise.h"
 #include "cpu/thread_pool.h"
 
 namespace paged_ops::cpu {
@@ -49,19 +50,41 @@ struct TokenCopy {
   }
 };
 
-}  // namespace
+// The same with quantisation on the way.
+struct TokenQuantise {
+  const char* source;
+  int64_t source_stride_token, source_stride_head;
+  CacheView cache;
+  ScaleView scale;
+  int32_t num_heads, dim;
+  DType from, to;
 
-void cache_write(const CacheWriteParams& p, const Context&) {
-  check_slot_mapping(p.slot_mapping, p.num_tokens, p.kv);
-  const int64_t key_nbytes = int64_t(p.kv.key_head_dim) * itemsize(p.kv.dtype);
-  const int64_t value_nbytes = int64_t(p.kv.value_head_dim) * itemsize(p.kv.dtype);
-  const TokenCopy key(p.key, p.key_stride_token, p.key_stride_head, p.kv.key, p.kv.num_kv_heads, key_nbytes);
-  const TokenCopy value(p.value, p.value_stride_token, p.value_stride_head, p.kv.value, p.kv.num_kv_heads,
-                        value_nbytes);
+  void prefetch(int64_t, int64_t) const {}
 
+  void operator()(int64_t token, int64_t block, int64_t in_block) const {
+    const char* from_row = source + token * source_stride_token;
+    char* to_row =
+        static_cast<char*>(cache.data) + block * cache.stride_block + in_block * cache.stride_token;
+    char* scales =
+        reinterpret_cast<char*>(scale.data) + block * scale.stride_block + in_block * scale.stride_token;
+    for (int32_t head = 0; head < num_heads; head++) {
+      const char* row = from_row + head * source_stride_head;
+      auto* const own = reinterpret_cast<float*>(scales + head * scale.stride_head);
+      if (scale.per_token) *own = scale_of_row(row, from, dim, to);
+      quantise_row(row, from, dim, scale.data ? *own : scale.uniform, to_row + head * cache.stride_head, to);
+    }
+  }
+};
+
+// Calls both for each token.
+template <class Rows>
+void write_rows(const CacheWriteParams& p, const Rows& key, const Rows& value) {
   constexpr int64_t kTokensPerTask = 32;
   const int64_t num_tasks = (p.num_tokens + kTokensPerTask - 1) / kTokensPerTask;
-  const int threads = threads_for(p.num_tokens * p.kv.num_kv_heads * (key_nbytes + value_nbytes));
+  const int64_t token_nbytes = int64_t(p.kv.key_head_dim + p.kv.value_head_dim) * itemsize(p.dtype);
+  // Quantisation costs several times what a copy does.
+  const int64_t cost = is_quantised(p.kv.dtype) ? 4 : 1;
+  const int threads = threads_for(p.num_tokens * p.kv.num_kv_heads * token_nbytes * cost);
   parallel_for(num_tasks, threads, [&](int64_t task) {
     const int64_t begin = task * kTokensPerTask;
     const int64_t end = begin + kTokensPerTask < p.num_tokens ? begin + kTokensPerTask : p.num_tokens;
@@ -80,6 +103,37 @@ void cache_write(const CacheWriteParams& p, const Context&) {
       value(token, block, in_block);
     }
   });
+}
+
+}  // namespace
+
+void cache_write(const CacheWriteParams& p, const Context&) {
+  check_slot_mapping(p.slot_mapping, p.num_tokens, p.kv);
+  if (is_quantised(p.kv.dtype)) {
+    const auto rows = [&](const void* source, int64_t stride_token, int64_t stride_head,
+                          const CacheView& cache, const ScaleView& scale, int32_t dim) {
+      return TokenQuantise{static_cast<const char*>(source),
+                           stride_token,
+                           stride_head,
+                           cache,
+                           scale,
+                           p.kv.num_kv_heads,
+                           dim,
+                           p.dtype,
+                           p.kv.dtype};
+    };
+    return write_rows(
+        p, rows(p.key, p.key_stride_token, p.key_stride_head, p.kv.key, p.kv.key_scale, p.kv.key_head_dim),
+        rows(p.value, p.value_stride_token, p.value_stride_head, p.kv.value, p.kv.value_scale,
+             p.kv.value_head_dim));
+  }
+  const int64_t key_nbytes = int64_t(p.kv.key_head_dim) * itemsize(p.kv.dtype);
+  const int64_t value_nbytes = int64_t(p.kv.value_head_dim) * itemsize(p.kv.dtype);
+  const TokenCopy key(p.key, p.key_stride_token, p.key_stride_head, p.kv.key, p.kv.num_kv_heads, key_nbytes);
+  const TokenCopy value(p.value, p.value_stride_token, p.value_stride_head, p.kv.value, p.kv.num_kv_heads,
+                        value_nbytes);
+
+  write_rows(p, key, value);
 }
 
 }  // namespace paged_ops::cpu

@@ -34,12 +34,18 @@ bool fits_a_block(const AttentionParams& p, const AttentionTask& task) {
   return num_rows_of(p, task) <= kBlockRows;
 }
 
+// Tiles take bf16 caches; what is quantised goes the way of AVX-512.
+void (*attend_quantised)(const AttentionParams&, const AttentionTask&, void*);
+size_t (*attend_quantised_scratch_nbytes)(const AttentionParams&, const AttentionTask&);
+
 void attend_bf16(const AttentionParams& p, const AttentionTask& task, void* scratch) {
+  if (p.kv.dtype != DType::bf16) return attend_quantised(p, task, scratch);
   return fits_a_block(p, task) ? attend<SweepProducts>(p, task, scratch)
                                : attend<BlockProducts>(p, task, scratch);
 }
 
 size_t attend_bf16_scratch_nbytes(const AttentionParams& p, const AttentionTask& task) {
+  if (p.kv.dtype != DType::bf16) return attend_quantised_scratch_nbytes(p, task);
   return fits_a_block(p, task) ? attend_scratch_nbytes<SweepProducts>(p, task)
                                : attend_scratch_nbytes<BlockProducts>(p, task);
 }
@@ -48,6 +54,8 @@ size_t attend_bf16_scratch_nbytes(const AttentionParams& p, const AttentionTask&
 
 void add_to(Kernels& kernels) {
   constexpr int kBf16 = int(DType::bf16);
+  attend_quantised = kernels.attend[kBf16];
+  attend_quantised_scratch_nbytes = kernels.attend_scratch_nbytes[kBf16];
   kernels.attend[kBf16] = attend_bf16;
   kernels.attend_scratch_nbytes[kBf16] = attend_bf16_scratch_nbytes;
   kernels.fold[kBf16] = fold<bf16>;

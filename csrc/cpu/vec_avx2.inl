@@ -129,3 +129,43 @@ inline Pair load_pair(const bf16* x) {
 inline Pair load_pair(const bf16* x, int) { return split_bf16(_mm256_zextsi128_si256(load8(x))); }
 inline void store_pair(bf16* x, Pair y) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), join_bf16(y)); }
 inline void store_pair(bf16* x, Pair y, int) { store8(x, _mm256_castsi256_si128(join_bf16(y))); }
+
+// Quantised numbers, in the tensor's order. fp8 goes by way of f16: e5m2 is the upper byte of one; e4m3 moved
+// to its places is worth 2^-8 of what it stands for.
+inline Pair load_pair(const i8* x) {
+  const __m128i bytes = load8(x);
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
+}
+inline Pair load_pair(const i8* x, int) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)))),
+          zero()};
+}
+inline Vec widen_e5m2(__m128i words) { return _mm256_cvtph_ps(_mm_slli_epi16(words, 8)); }
+inline Vec widen_e4m3(__m128i words) {
+  const __m128i size = _mm_and_si128(words, _mm_set1_epi16(0x7f));
+  const __m128i sign = _mm_slli_epi16(_mm_andnot_si128(_mm_set1_epi16(0x7f), words), 8);
+  const __m128i nan = _mm_and_si128(_mm_cmpeq_epi16(size, _mm_set1_epi16(0x7f)), _mm_set1_epi16(0x7e00));
+  const __m128i half = _mm_or_si128(_mm_or_si128(sign, nan), _mm_slli_epi16(size, 7));
+  return mul(_mm256_cvtph_ps(half), broadcast(256.0f));
+}
+inline Pair load_pair(const f8e5m2* x) {
+  const __m256i words = _mm256_cvtepu8_epi16(load8(x));
+  return {widen_e5m2(_mm256_castsi256_si128(words)), widen_e5m2(_mm256_extracti128_si256(words, 1))};
+}
+inline Pair load_pair(const f8e4m3* x) {
+  const __m256i words = _mm256_cvtepu8_epi16(load8(x));
+  return {widen_e4m3(_mm256_castsi256_si128(words)), widen_e4m3(_mm256_extracti128_si256(words, 1))};
+}
+inline __m128i load_words(const void* x) {
+  return _mm_cvtepu8_epi16(_mm_loadl_epi64(static_cast<const __m128i*>(x)));
+}
+inline Pair load_pair(const f8e5m2* x, int) { return {widen_e5m2(load_words(x)), zero()}; }
+inline Pair load_pair(const f8e4m3* x, int) { return {widen_e4m3(load_words(x)), zero()}; }
+
+// From the tensor's order to that of bf16 pairs: even elements, odd ones.
+inline Pair reorder_bf16(Pair x) {
+  const __m256i even_odd = _mm256_setr_epi32(0, 2, 4, 6, 1, 3, 5, 7);
+  const Vec a = _mm256_permutevar8x32_ps(x.a, even_odd), b = _mm256_permutevar8x32_ps(x.b, even_odd);
+  return {_mm256_permute2f128_ps(a, b, 0x20), _mm256_permute2f128_ps(a, b, 0x31)};
+}

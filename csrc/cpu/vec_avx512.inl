@@ -145,3 +145,34 @@ inline Pair load_pair(const bf16* x) { return split_bf16(load32(x)); }
 inline Pair load_pair(const bf16* x, int n) { return split_bf16(load32(x, n)); }
 inline void store_pair(bf16* x, Pair y) { _mm512_storeu_si512(x, join_bf16(y)); }
 inline void store_pair(bf16* x, Pair y, int n) { _mm512_mask_storeu_epi16(x, first_lanes(n), join_bf16(y)); }
+
+// Quantised numbers, in the tensor's order. fp8 goes by way of f16: e5m2 is the upper byte of one; e4m3 moved
+// to its places is worth 2^-8 of what it stands for.
+inline __m256i load_bytes(const void* x) { return _mm256_loadu_si256(static_cast<const __m256i*>(x)); }
+inline __m256i load_bytes(const void* x, int n) { return _mm256_maskz_loadu_epi8(first_lanes(n), x); }
+inline Pair widen_i8(__m256i x) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(x))),
+          _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(x, 1)))};
+}
+inline Pair widen_e5m2(__m256i x) { return widen_f16(_mm512_slli_epi16(_mm512_cvtepu8_epi16(x), 8)); }
+inline Pair widen_e4m3(__m256i x) {
+  const __m512i words = _mm512_cvtepu8_epi16(x), low = _mm512_set1_epi16(0x7f);
+  const __m512i size = _mm512_and_si512(words, low);
+  const __m512i half =
+      _mm512_or_si512(_mm512_slli_epi16(_mm512_andnot_si512(low, words), 8), _mm512_slli_epi16(size, 7));
+  const __mmask32 nan = _mm512_cmpeq_epi16_mask(size, low);
+  const Pair y = widen_f16(_mm512_mask_blend_epi16(nan, half, _mm512_set1_epi16(0x7e00)));
+  return {mul(y.a, broadcast(256.0f)), mul(y.b, broadcast(256.0f))};
+}
+inline Pair load_pair(const i8* x) { return widen_i8(load_bytes(x)); }
+inline Pair load_pair(const i8* x, int n) { return widen_i8(load_bytes(x, n)); }
+inline Pair load_pair(const f8e5m2* x) { return widen_e5m2(load_bytes(x)); }
+inline Pair load_pair(const f8e5m2* x, int n) { return widen_e5m2(load_bytes(x, n)); }
+inline Pair load_pair(const f8e4m3* x) { return widen_e4m3(load_bytes(x)); }
+inline Pair load_pair(const f8e4m3* x, int n) { return widen_e4m3(load_bytes(x, n)); }
+
+// From the tensor's order to that of bf16 pairs: the lower halves of the four quarters, the upper ones.
+// Quarters of 8 elements: a holds quarters 0 and 1, b 2 and 3.
+inline Pair reorder_bf16(Pair x) {
+  return {_mm512_shuffle_f32x4(x.a, x.b, 0x88), _mm512_shuffle_f32x4(x.a, x.b, 0xdd)};
+}

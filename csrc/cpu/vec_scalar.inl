@@ -71,6 +71,9 @@ inline void deal(Vec (&x)[N]) {
 inline float to_float(float x) { return x; }
 inline float to_float(f16 x) { return portable::to_float(x); }
 inline float to_float(bf16 x) { return portable::to_float(x); }
+inline float to_float(f8e4m3 x) { return portable::to_float(x); }
+inline float to_float(f8e5m2 x) { return portable::to_float(x); }
+inline float to_float(i8 x) { return portable::to_float(x); }
 
 // With `n`, a multiple of 8 below 2 * kLanes: the first n elements, zeros after them.
 template <class T>
@@ -82,6 +85,9 @@ template <class T>
 inline Pair load_pair(const T* x, int) {
   return load_pair(x);  // a pair is 8 elements: there are no partial ones
 }
+// From the tensor's order, in which quantised pairs are, to that of bf16 pairs.
+inline Pair reorder_bf16(Pair x) { return x; }
+
 template <class T>
 inline void store_pair(T* x, Pair y) {
   for (int i = 0; i < kLanes; i++) {

@@ -42,6 +42,8 @@ void attention(const AttentionParams& p, const Context& context) {
   PAGED_OPS_REQUIRE(
       !rules.window && rules.soft_cap == 0.f && !rules.alibi_slopes && !rules.sinks && !rules.tree_mask,
       "window, soft_cap, alibi_slopes, sinks, tree_mask: not on this backend yet");
+  PAGED_OPS_REQUIRE(!is_quantised(p.kv.dtype), "key_cache: is ", name(p.kv.dtype),
+                    ", not on this backend yet");
   const DeviceGuard guard(context.device);
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const AttentionPlan plan = plan_attention(p);

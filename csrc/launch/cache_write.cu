@@ -11,6 +11,8 @@
 namespace paged_ops::launch {
 
 void cache_write(const CacheWriteParams& p, const Context& context) {
+  PAGED_OPS_REQUIRE(!is_quantised(p.kv.dtype), "key_cache: is ", name(p.kv.dtype),
+                    ", not on this backend yet");
   if (p.num_tokens == 0) return;
   const DeviceGuard guard(context.device);
   const auto stream = static_cast<cudaStream_t>(context.stream);

@@ -15,6 +15,9 @@ struct CacheWriteParams {
   int32_t num_tokens;  // what slot_mapping counts; key and value may be padded beyond it
   DType dtype;         // of key and value
 
+  // Where it is quantised, an element is divided by its scale, rounded to the nearest and saturated. Scales
+  // per token and head are found here and written too: the greatest finite size in the row over largest(),
+  // or 1 for a row of zeros.
   PagedKV kv;
 };
 

@@ -16,6 +16,11 @@ DTYPES: dict[str, np.dtype[Any]] = {
     "float16": np.dtype(np.float16),
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
+CACHE_DTYPES: dict[str, np.dtype[Any]] = {
+    "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
+    "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "int8": np.dtype(np.int8),
+}
 
 
 def filled(shape: tuple[int, ...], dtype: np.dtype[Any], value: float = np.nan) -> NDArray[Any]:
@@ -39,7 +44,8 @@ def storage_of(array: NDArray[Any]) -> NDArray[Any]:
     """All of the memory that a view is cut from, flat."""
     while isinstance(array.base, np.ndarray):
         array = array.base
-    return np.lib.stride_tricks.as_strided(array, (array.size,), (array.itemsize,))
+    integers = array.view(f"u{array.itemsize}")  # not all of ml_dtypes go through NumPy's array interface
+    return np.lib.stride_tricks.as_strided(integers, (array.size,), (array.itemsize,)).view(array.dtype)
 
 
 def to_torch(array: NDArray[Any], device: str = "cpu") -> torch.Tensor:
@@ -50,8 +56,8 @@ def to_torch(array: NDArray[Any], device: str = "cpu") -> torch.Tensor:
     import torch
 
     flat, itemsize = storage_of(array), array.itemsize
-    if flat.dtype == DTYPES["bfloat16"]:  # which torch.from_numpy does not know
-        tensor = torch.from_numpy(flat.view(np.int16)).view(torch.bfloat16)
+    if hasattr(ml_dtypes, flat.dtype.name):  # which torch.from_numpy does not know
+        tensor = torch.from_numpy(flat.view(f"i{itemsize}")).view(getattr(torch, flat.dtype.name))
     else:
         tensor = torch.from_numpy(flat)
     offset = (array.ctypes.data - flat.ctypes.data) // itemsize
@@ -68,6 +74,8 @@ def to_numpy(array: Any) -> NDArray[Any]:
     import torch
 
     array = array.detach().cpu()
-    if array.dtype == torch.bfloat16:
-        return array.view(torch.int16).numpy().view(DTYPES["bfloat16"])
+    name = str(array.dtype).removeprefix("torch.")
+    if hasattr(ml_dtypes, name):
+        integers = array.view(torch.int16 if array.itemsize == 2 else torch.int8)
+        return integers.numpy().view(getattr(ml_dtypes, name))
     return array.numpy()

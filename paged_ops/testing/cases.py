@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from paged_ops import reference
 from paged_ops.testing import arrays
 
 Array = NDArray[Any]
@@ -93,6 +94,8 @@ class Case:
     alibi: bool = False
     sinks: bool = False
     tree: bool = False  # the query tokens of each sequence are a tree of drafts
+    cache_dtype: str | None = None  # of a quantised cache
+    scales: str = "number"  # its: "number", "tensor", "head" or "token"
     padding: int = 0  # query tokens after the last sequence's (not in decode)
     strided: bool = False  # query out of a fused QKV tensor, block table out of a wider one
     logit_offset: float = 0.0  # added to every logit, which must change the LSE only
@@ -150,6 +153,8 @@ class Inputs:
     alibi_slopes: Any = None  # [num_q_heads]
     sinks: Any = None  # [num_q_heads]
     tree_mask: Any = None  # [num_tokens] int64
+    k_scale: Any = None  # a number, [1], [num_kv_heads] or [num_blocks, block_size, num_kv_heads]
+    v_scale: Any = None
 
     def attention(self, ops: Any, **options: Any) -> Any:
         """Calls `ops.paged_attention_decode` or `ops.paged_attention`; ops: `paged_ops` or its reference."""
@@ -160,6 +165,8 @@ class Inputs:
         options.setdefault("soft_cap", self.case.soft_cap)
         options.setdefault("alibi_slopes", self.alibi_slopes)
         options.setdefault("sinks", self.sinks)
+        options.setdefault("k_scale", self.k_scale)
+        options.setdefault("v_scale", self.v_scale)
         if self.cu_seqlens_q is None:
             return ops.paged_attention_decode(*tensors, **options)
         options.setdefault("causal", self.case.causal)
@@ -170,7 +177,7 @@ class Inputs:
         """The same inputs with every tensor converted."""
         names = [field.name for field in fields(self) if field.name != "case"]
         tensors = {name: getattr(self, name) for name in names}
-        return replace(self, **{n: convert(t) for n, t in tensors.items() if t is not None})
+        return replace(self, **{n: convert(t) for n, t in tensors.items() if hasattr(t, "shape")})
 
     def new_out(self) -> Array:
         """A NaN-filled numpy array for the output."""
@@ -182,6 +189,7 @@ def build(case: Case) -> Inputs:
     """The numpy inputs of a case; equal cases give equal bits."""
     rng = np.random.default_rng(case.seed)
     dtype = arrays.DTYPES[case.dtype]
+    cache_dtype = dtype if case.cache_dtype is None else arrays.CACHE_DTYPES[case.cache_dtype]
     num_tokens = sum(case.query_lens) + case.padding
     dims = case.head_dim, case.dim_value
 
@@ -192,8 +200,9 @@ def build(case: Case) -> Inputs:
         case.block_size,
         case.num_kv_heads,
         dims,
-        lambda shape: arrays.filled(shape, dtype, case.poison),
+        lambda shape: arrays.filled(shape, cache_dtype, -128 if cache_dtype == np.int8 else case.poison),
     )
+    k_scale, v_scale = (_scales(case, num_blocks, rng) for _ in range(2))
     block_tables = _tables(case, used, rng.permutation(num_blocks))
 
     # Each KV head has a direction of +-1s that the queries of its group lean to. A key gets a logit of
@@ -210,8 +219,13 @@ def build(case: Case) -> Inputs:
         keys += height[:, None, None] * direction * case.head_dim**-0.5
         values = rng.standard_normal((seq_len, case.num_kv_heads, case.dim_value))
         blocks, offsets = _places(block_tables[seq], seq_len, case.block_size)
-        key_cache[blocks, offsets] = keys.astype(dtype)
-        value_cache[blocks, offsets] = values.astype(dtype)
+        if case.cache_dtype is None:
+            key_cache[blocks, offsets] = keys.astype(dtype)
+            value_cache[blocks, offsets] = values.astype(dtype)
+        else:
+            slots = blocks.astype(np.int64) * case.block_size + offsets
+            scales = {"k_scale": k_scale, "v_scale": v_scale}
+            reference.write_kv_cache(keys, values, key_cache, value_cache, slots, **scales)
 
     query = query.astype(dtype)
     if case.strided:
@@ -222,8 +236,25 @@ def build(case: Case) -> Inputs:
     if case.q_lens is not None:
         cu_seqlens_q = np.concatenate([[0], np.cumsum(case.q_lens)]).astype(np.int32)
     seq_lens = np.array(case.seq_lens, np.int32)
-    rules = _rules(case, num_tokens, rng)
+    rules: dict[str, Any] = _rules(case, num_tokens, rng)
+    if case.cache_dtype is not None:
+        rules |= {"k_scale": k_scale, "v_scale": v_scale}
     return Inputs(case, query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, **rules)
+
+
+def _scales(case: Case, num_blocks: int, rng: np.random.Generator) -> Any:
+    """Scales with which keys and values of a few units fill a cache's numbers, or room for scales."""
+    if case.cache_dtype is None:
+        return None
+    fitting = 8.0 / min(reference.LARGEST[case.cache_dtype], 448.0)
+    if case.scales == "number":
+        return fitting
+    if case.scales == "token":
+        return arrays.filled(
+            (num_blocks, case.block_size, case.num_kv_heads), np.dtype(np.float32), case.poison
+        )
+    size = case.num_kv_heads if case.scales == "head" else 1
+    return (fitting * rng.uniform(0.5, 2, size)).astype(np.float32)
 
 
 def _rules(case: Case, num_tokens: int, rng: np.random.Generator) -> dict[str, Array]:

@@ -74,10 +74,14 @@ def check_write(ops: Any, case: Case) -> None:
     """New keys and values into distinct slots in random order, some of them skipped, more rows than slots."""
     wanted, actual = build(case), build(case)
     key, value, slot_mapping = rows_to_write(case)
-    reference.write_kv_cache(key, value, wanted.key_cache, wanted.value_cache, slot_mapping)
-    ops.write_kv_cache(key, value, actual.key_cache, actual.value_cache, slot_mapping)
+    for inputs, run in ((wanted, reference), (actual, ops)):
+        scales = {} if case.cache_dtype is None else {"k_scale": inputs.k_scale, "v_scale": inputs.v_scale}
+        run.write_kv_cache(key, value, inputs.key_cache, inputs.value_cache, slot_mapping, **scales)
     require_same_memory("key_cache", wanted.key_cache, actual.key_cache)
     require_same_memory("value_cache", wanted.value_cache, actual.value_cache)
+    if case.cache_dtype is not None and case.scales == "token":
+        require_same_memory("k_scale", wanted.k_scale, actual.k_scale)
+        require_same_memory("v_scale", wanted.v_scale, actual.v_scale)
 
 
 def rows_to_write(case: Case) -> tuple[Array, Array, Array]:
@@ -92,6 +96,11 @@ def rows_to_write(case: Case) -> tuple[Array, Array, Array]:
     rows = len(slots) + 3
     shape = rows, case.num_kv_heads, case.head_dim + case.dim_value
     both = rng.standard_normal(shape).astype(dtype)
+    if case.cache_dtype is not None:  # what does not fit, what is none, and what nearly vanishes
+        odd = [np.inf, -np.inf, np.nan, -np.nan, 6e4, -6e4, 0.0, -0.0, 1e-7, 1.7e-2, -3e-3]
+        places = rng.integers(0, both.size, both.size // 8)
+        both.reshape(-1)[places] = rng.choice(odd, len(places)).astype(dtype)
+        both[:2] = 0
     key, value = both[..., : case.head_dim], both[..., case.head_dim :]
     return (key, value, slots) if case.strided else (key.copy(), value.copy(), slots)
 

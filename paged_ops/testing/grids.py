@@ -117,6 +117,26 @@ def ruled_cases(target: Target) -> list[Case]:
     return cases
 
 
+def quantised_cases(target: Target) -> list[Case]:
+    """Pairs of every two axes over quantised caches, decode and varlen, with a window now and then."""
+    axes = _axes(target) | {
+        "cache_dtype": ("float8_e4m3fn", "float8_e5m2", "int8"),
+        "scales": ("number", "tensor", "head", "token"),
+        "shape": (*VARLEN_SHAPES, "one token"),
+        "window": (None, 100),
+        "causal": (True, False),
+    }
+    cases: list[Case] = []
+    for i, row in enumerate(covering(axes, seed=4)):
+        shape = row.pop("shape")
+        if shape == "one token":
+            cases.append(_case(row | {"causal": True}, seq_lens=(0, 1, 513, 40, 700), seed=i))
+        else:
+            seq_lens, q_lens = zip(*VARLEN_SHAPES[shape], strict=True)
+            cases.append(_case(row, seq_lens=seq_lens, q_lens=q_lens, seed=i))
+    return cases
+
+
 def extended_cases(target: Target) -> list[Case]:
     """The product of dtypes, groups, head dims and block sizes, layouts in turn."""
     layouts = list(LAYOUTS)

@@ -82,8 +82,9 @@ def expected_attention(inputs: Inputs) -> Expected:
     """What attention over these (numpy) inputs has to give."""
     case = inputs.case
     # |v| beside v: one pass over the keys gives sum_j p_j v_j and sum_j p_j |v_j|.
-    beside = np.concatenate([inputs.value_cache, np.abs(inputs.value_cache)], axis=3)
-    both, lse = replace(inputs, value_cache=beside).attention(reference)
+    values = reference.dequantise(inputs.value_cache, inputs.v_scale)
+    beside = np.concatenate([values, np.abs(values)], axis=3)
+    both, lse = replace(inputs, value_cache=beside, v_scale=None).attention(reference)
     out, weight = np.split(both, 2, axis=2)
 
     relative = _exponential_error(inputs)[..., None]
@@ -112,8 +113,9 @@ def _exponential_error(inputs: Inputs) -> F64:
     bounds = inputs.cu_seqlens_q
     if bounds is None:
         bounds = np.arange(len(inputs.seq_lens) + 1)
+    key_cache = reference.dequantise(inputs.key_cache, inputs.k_scale)
     for seq, seq_len in enumerate(inputs.seq_lens):
-        keys = reference.sequence_tokens(inputs.key_cache, inputs.block_tables[seq], seq_len)
+        keys = reference.sequence_tokens(key_cache, inputs.block_tables[seq], seq_len)
         key_norm = np.repeat(np.linalg.norm(keys, axis=2).max(axis=0, initial=0.0), case.group)
         rows = slice(bounds[seq], bounds[seq + 1])
         size = abs(case.applied_scale) * query_norm[rows] * key_norm

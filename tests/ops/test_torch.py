@@ -39,7 +39,7 @@ def attention_arguments(case: Case, target: Target) -> tuple[Any, ...]:
     lse = torch.empty(x.query.shape[:2], dtype=torch.float32, device=x.query.device)
     causal, scale = case.causal, case.scale
     first = x.query, x.key_cache, x.value_cache, x.block_tables, x.seq_lens, x.cu_seqlens_q
-    return *first, scale, causal, *[None] * 5, out, lse, None, None
+    return *first, scale, causal, *[None] * 7, out, lse, None, None
 
 
 def registered_calls(target: Target) -> dict[str, tuple[Any, ...]]:
@@ -55,7 +55,7 @@ def registered_calls(target: Target) -> dict[str, tuple[Any, ...]]:
     return {
         "attention": attention_arguments(CASE, target),
         "merge_attention_states": (*states, torch.empty_like(states[0]), torch.empty_like(states[1])),
-        "write_kv_cache": (key, value, *caches, slots, None),
+        "write_kv_cache": (key, value, *caches, slots, None, None, None),
         "copy_blocks": (list(caches), pairs, None),
         "swap_blocks": (x.key_cache, x.value_cache, swap_pairs),
         "gather_kv_cache": (*caches, *tables, 320, None),

@@ -1,0 +1,241 @@
+"""Quantised caches: what every code is worth, what every number becomes, scales of all forms, bad ones."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import paged_ops
+from paged_ops import reference
+from paged_ops.testing import arrays
+from paged_ops.testing.backends import HostOps, Target
+from paged_ops.testing.cases import LAYOUTS, Case, build
+from paged_ops.testing.checks import check_attention, check_write, require_same_bits
+from paged_ops.testing.grids import quantised_cases
+
+F32 = np.float32
+
+
+@pytest.fixture(autouse=True)
+def _only_where_it_is_built(target: Target) -> None:
+    if target.backend != "cpu":
+        pytest.skip("quantised caches are the CPU backend's so far")
+
+
+@pytest.mark.grid(cases=quantised_cases)
+def test_attention(ops: HostOps, case: Case) -> None:
+    check_attention(lambda inputs: inputs.attention(ops), case)
+
+
+@pytest.mark.parametrize("scales", ["number", "tensor", "head", "token"])
+@pytest.mark.parametrize("cache_dtype", arrays.CACHE_DTYPES)
+@pytest.mark.parametrize("dtype", arrays.DTYPES)
+def test_write(ops: HostOps, dtype: str, cache_dtype: str, scales: str) -> None:
+    for layout, head_dim in zip(LAYOUTS, (64, 8, 40, 128, 80, 256), strict=True):
+        case = Case((0, 9, 33), None, dtype, 6, 3, head_dim, 24, 4, layout, strided=layout == "HND")
+        check_write(ops, replace(case, cache_dtype=cache_dtype, scales=scales))
+
+
+# --- codes ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache_dtype", arrays.CACHE_DTYPES)
+@pytest.mark.parametrize("dtype", arrays.DTYPES)
+def test_what_each_code_is_worth(ops: HostOps, dtype: str, cache_dtype: str) -> None:
+    """A sequence of one token has its value for a result: all 256 codes, subnormals and NaN among them."""
+    kind = arrays.CACHE_DTYPES[cache_dtype]
+    codes = np.arange(256, dtype=np.uint8).reshape(1, 1, 1, 256).view(kind)
+    zeros = np.zeros((1, 1, 1, 256), kind)
+    query = np.zeros((1, 1, 256), arrays.DTYPES[dtype])
+    tables, lens = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
+    scale = 0.5 if cache_dtype != "float8_e5m2" else 2.0**-3
+    out = ops.paged_attention_decode(query, zeros, codes, tables, lens, k_scale=1.0, v_scale=scale)
+    wanted = (codes.astype(F32) * F32(scale)).astype(out.dtype).reshape(out.shape)
+    nan = np.isnan(wanted.astype(F32))
+    require_same_bits("out", np.where(nan, 0, wanted + 0), np.where(nan, 0, out))
+    assert (np.isnan(out.astype(F32)) == nan).all()
+
+
+@pytest.mark.parametrize("cache_dtype", arrays.CACHE_DTYPES)
+@pytest.mark.parametrize("dtype", arrays.DTYPES)
+def test_what_each_number_becomes(ops: HostOps, dtype: str, cache_dtype: str) -> None:
+    """All numbers of 16 bits, or as many of 32: to the nearest code, ties to even, saturated."""
+    kind = arrays.DTYPES[dtype]
+    if kind.itemsize == 2:
+        numbers = np.arange(2**16, dtype=np.uint16).view(kind)
+    else:
+        numbers = np.random.default_rng(0).integers(0, 2**32, 2**16, dtype=np.uint64).astype(np.uint32)
+        codes = np.arange(256, dtype=np.uint8).view(arrays.CACHE_DTYPES[cache_dtype]).astype(F32)
+        codes = np.sort(codes[np.isfinite(codes)])
+        numbers = numbers.view(F32)
+        numbers[:255] = np.resize((codes[1:] + codes[:-1]) / 2, 255)  # ties
+    rows = numbers.reshape(-1, 1, 256)
+    caches = [np.zeros((len(rows), 1, 1, 256), arrays.CACHE_DTYPES[cache_dtype]) for _ in range(4)]
+    slots = np.arange(len(rows))
+    ops.write_kv_cache(rows, rows, *caches[:2], slots, k_scale=1.0, v_scale=0.37)
+    reference.write_kv_cache(rows, rows, *caches[2:], slots, k_scale=1.0, v_scale=0.37)
+    require_same_bits("key_cache", caches[2], caches[0])
+    require_same_bits("value_cache", caches[3], caches[1])
+    assert np.isfinite(caches[0][~np.isnan(rows[:, :, None])].astype(F32)).all()
+
+
+@pytest.mark.parametrize("cache_dtype", arrays.CACHE_DTYPES)
+def test_a_row_comes_back_as_near_as_the_format_allows(ops: HostOps, cache_dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    rows = (rng.standard_normal((32, 2, 64)) * 10.0 ** rng.uniform(-30, 30, (32, 2, 1))).astype(F32)
+    cache = [np.zeros((8, 4, 2, 64), arrays.CACHE_DTYPES[cache_dtype]) for _ in range(2)]
+    scales = [np.full((8, 4, 2), np.nan, F32) for _ in range(2)]
+    ops.write_kv_cache(rows, rows, *cache, np.arange(32), k_scale=scales[0], v_scale=scales[1])
+    back = reference.dequantise(cache[0], scales[0]).reshape(rows.shape)
+    largest = np.abs(rows).max(axis=2, keepdims=True)
+    relative, smallest = {
+        "float8_e4m3fn": (2.0**-4, 2.0**-10 / 448),
+        "float8_e5m2": (2.0**-3, 2.0**-17 / 57344),
+        "int8": (0.0, 0.5 / 127),
+    }[cache_dtype]
+    assert (np.abs(back - rows) <= 1.001 * np.maximum(relative * np.abs(rows), smallest * largest)).all()
+
+
+# --- bits, NaN, frameworks ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scales", ["head", "token"])
+@pytest.mark.parametrize("cache_dtype", arrays.CACHE_DTYPES)
+def test_bits_do_not_depend_on_the_batch_or_the_blocks(ops: HostOps, cache_dtype: str, scales: str) -> None:
+    from paged_ops.testing.cases import one_sequence_per_token, select_sequences
+
+    for dtype, q_lens in itertools.product(arrays.DTYPES, (None, (40, 3, 1))):
+        case = Case((530, 9, 700), q_lens, dtype, 6, 2, cache_dtype=cache_dtype, scales=scales)
+        inputs = build(case)
+        out, lse = inputs.attention(ops)
+        if q_lens is not None:
+            alone = one_sequence_per_token(inputs).attention(ops)
+        else:
+            parts = [select_sequences(inputs, [seq]).attention(ops) for seq in range(3)]
+            alone = tuple(np.concatenate(part) for part in zip(*parts, strict=True))
+        require_same_bits("out", alone[0], out)
+        require_same_bits("lse", alone[1], lse)
+
+
+@pytest.mark.parametrize("cache_dtype", arrays.CACHE_DTYPES)
+def test_scales_of_unused_tokens_do_not_show(ops: HostOps, cache_dtype: str) -> None:
+    """Those past a sequence's end, and of tokens that only later rows see."""
+    case = Case((70,), (9,), num_q_heads=8, cache_dtype=cache_dtype, scales="token", block_size=16)
+    inputs = build(case)
+    assert np.isnan(inputs.k_scale).any()  # of what was never written
+    out, _ = inputs.attention(ops)
+    for scale in (inputs.k_scale, inputs.v_scale):
+        scale[inputs.block_tables[0, 66 // 16], 66 % 16] = np.nan
+    changed, _ = inputs.attention(ops)
+    require_same_bits("out", out[:5], changed[:5])
+    assert np.isnan(changed[5:]).all()
+
+
+@pytest.mark.parametrize("scales", ["number", "head", "token"])
+@pytest.mark.parametrize("cache_dtype", arrays.CACHE_DTYPES)
+def test_torch_tensors_eager_and_compiled(target: Target, cache_dtype: str, scales: str) -> None:
+    torch = pytest.importorskip("torch")
+    case = Case((33, 70), None, "bfloat16", 6, 2, cache_dtype=cache_dtype, scales=scales)
+    inputs = build(case)
+    wanted = inputs.attention(HostOps(target))
+    tensors = inputs.map(arrays.to_torch)
+
+    def step(x: Any) -> Any:
+        return x.attention(paged_ops)
+
+    with target.use():
+        assert arrays.same_bits(wanted[0], step(tensors)[0])
+        compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
+        for want, actual in zip(wanted, compiled(tensors), strict=True):
+            assert arrays.same_bits(want, actual)
+
+
+# --- faults must show -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cache_dtype", arrays.CACHE_DTYPES)
+def test_faults_of_scales_are_seen(ops: HostOps, cache_dtype: str) -> None:
+    case = Case((33, 300), None, num_q_heads=6, num_kv_heads=3, cache_dtype=cache_dtype, scales="head")
+    inputs = build(case)
+    token = build(replace(case, scales="token"))
+    faults = [
+        (case, replace(inputs, k_scale=inputs.v_scale)),
+        (case, replace(inputs, v_scale=inputs.k_scale)),
+        (case, replace(inputs, k_scale=np.roll(inputs.k_scale, 1))),
+        (case, replace(inputs, v_scale=1 / inputs.v_scale)),
+        (replace(case, scales="token"), replace(token, k_scale=np.roll(token.k_scale, 1, axis=0))),
+        (replace(case, scales="token"), replace(token, v_scale=np.roll(token.v_scale, 1, axis=1))),
+        (replace(case, scales="token"), replace(token, v_scale=np.roll(token.v_scale, 1, axis=2))),
+    ]
+    for right, wrong in faults:
+        check_attention(lambda inputs: inputs.attention(ops), right)
+        with pytest.raises(AssertionError, match="wrong"):
+            check_attention(lambda _, wrong=wrong: wrong.attention(ops), right)
+
+
+# --- bad input ------------------------------------------------------------------------------------------
+
+BAD_SCALES: list[tuple[Any, type[Exception], str]] = [
+    (None, ValueError, "is None, wanted a number or float32"),
+    *((x, ValueError, "wanted a finite number above 0") for x in (0.0, -1.0, np.nan, np.inf, 1e39)),
+    *(
+        (np.array([x, 1.0], F32), ValueError, "wanted a finite number above 0")
+        for x in (0.0, -1.0, np.nan, np.inf)
+    ),
+    ("1", TypeError, "wanted a number"),
+    (np.ones(2, np.float64), TypeError, "wanted float32"),
+    (np.ones(3, F32), ValueError, r"shape is \(3,\), wanted a number or float32"),
+    (np.ones((2, 1), F32), ValueError, "shape is"),
+    (np.ones((4, 16, 3), F32), ValueError, "num_kv_heads"),
+    (np.ones((4, 8, 2), F32), ValueError, "block_size"),
+    (np.ones((5, 16, 2), F32), ValueError, "num_blocks"),
+]
+
+
+@pytest.mark.parametrize("name", ["k_scale", "v_scale"])
+@pytest.mark.parametrize(("scale", "error", "message"), BAD_SCALES)
+def test_bad_scales_are_named(
+    ops: HostOps, name: str, scale: Any, error: type[Exception], message: str
+) -> None:
+    caches = [np.zeros((4, 16, 2, 8), arrays.CACHE_DTYPES["int8"]) for _ in range(2)]
+    scales = {"k_scale": 1.0, "v_scale": 1.0} | {name: scale}
+    rows = np.ones((3, 2, 8), F32)
+    with pytest.raises(error, match=f"^{name}: .*{message}"):
+        ops.write_kv_cache(rows, rows, *caches, np.arange(3), **scales)
+    assert not any(cache.any() for cache in caches)
+    out = np.full((1, 2, 8), 7, F32)
+    tables, lens = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
+    with pytest.raises(error, match=f"^{name}: .*{message}"):
+        ops.paged_attention_decode(np.ones((1, 2, 8), F32), *caches, tables, lens, out=out, **scales)
+    assert (out == 7).all()
+
+
+def test_plain_and_quantised_do_not_mix(ops: HostOps) -> None:
+    plain, quantised = np.zeros((4, 16, 2, 8), F32), np.zeros((4, 16, 2, 8), np.int8)
+    rows, slots = np.ones((3, 2, 8), F32), np.arange(3)
+    with pytest.raises(TypeError, match="^value_cache: dtype is int8, wanted float32"):
+        ops.write_kv_cache(rows, rows, plain, quantised, slots, k_scale=1.0, v_scale=1.0)
+    with pytest.raises(TypeError, match="^value_cache: dtype is float32, wanted int8"):
+        ops.write_kv_cache(rows, rows, quantised, plain, slots, k_scale=1.0, v_scale=1.0)
+    with pytest.raises(ValueError, match="^k_scale: is given, and key_cache is float32"):
+        ops.write_kv_cache(rows, rows, plain, plain.copy(), slots, k_scale=1.0)
+
+
+def test_what_is_written_stays_apart_from_its_scales(ops: HostOps) -> None:
+    caches = [np.zeros((4, 16, 2, 8), np.int8) for _ in range(2)]
+    scales = np.ones((4, 16, 2), F32)
+    rows = np.ones((3, 2, 8), F32)
+    with pytest.raises(ValueError, match="share"):
+        ops.write_kv_cache(rows, rows, *caches, np.arange(3), k_scale=scales, v_scale=scales)
+
+
+def test_supports_says_so() -> None:
+    shape: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    for dtype, cache_dtype in itertools.product(arrays.DTYPES, arrays.CACHE_DTYPES):
+        assert paged_ops.supports(dtype=dtype, cache_dtype=cache_dtype, **shape)
+    assert not paged_ops.supports(dtype="float32", cache_dtype="bfloat16", **shape)
+    assert not paged_ops.supports(dtype="int8", cache_dtype="int8", **shape)
