@@ -20,6 +20,7 @@ template <class Walk>
 __global__ void __launch_bounds__(Walk::kWarps* kWarpSize, Walk::kMinCtas)
     attention_kernel(const AttentionArgs a) {
   constexpr int kColumns = Walk::kColumns;
+  using Sight = typename Walk::Sight;
   SIMT_DYNAMIC_SHARED(raw);
   const typename Walk::Shared shared{raw};
   const int warp = warp_index(), num_kv_heads = a.op.kv.num_kv_heads;
@@ -50,20 +51,26 @@ __global__ void __launch_bounds__(Walk::kWarps* kWarpSize, Walk::kMinCtas)
     const int lane = lane_index();
     const ColumnTile columns = column_tile(a, slot, kColumns, WarpSearch{lane});
     if (columns.num_columns == 0) return;
-    const int seen_by_all = columns.visible(a, 0), seen_by_any = columns.visible(a, columns.num_columns - 1);
-    const int all_chunks = num_chunks(seen_by_any);
-    const int cost = place_cost(seen_by_any);
+    const int first_seen = Sight::first_seen(a, columns),
+              seen_by_any = columns.visible(a, columns.num_columns - 1);
+    const int keys = seen_by_any - chunks_origin(first_seen);
+    const int all_chunks = num_chunks(keys);
+    const int cost = place_cost(keys);
     for (; begin - place >= cost; kv_head++)
       place += cost;  // where this CTA's part begins: once, no division
     const int first_chunk = chunks_before(place, all_chunks, begin),
               end_chunk = chunks_before(place, all_chunks, end);
     if (threadIdx.x == 0)
-      work = Work{columns,     seen_by_all, seen_by_any, slot,         kv_head, all_chunks,
-                  first_chunk, end_chunk,   false,       place + cost, end};
-    if (threadIdx.x < kColumns)
-      shared.visible()[threadIdx.x] = columns.visible(a, min(int(threadIdx.x), columns.num_columns - 1));
+      work = Work{columns,     Sight::seen_by_all(a, columns),
+                  seen_by_any, Sight::first_seen_by_all(a, columns),
+                  first_seen,  slot,
+                  kv_head,     all_chunks,
+                  first_chunk, end_chunk,
+                  false,       place + cost,
+                  end};
     if (first_chunk < end_chunk) {
-      Walk::run(a, shared, columns, kv_head, first_chunk, end_chunk, seen_by_any, warp, lane);
+      Sight::fill(a, columns, kv_head, shared.sight());
+      Walk::run(a, shared, columns, kv_head, first_chunk, end_chunk, first_seen, seen_by_any, warp, lane);
 
       // ---- the last CTA of these rows folds the chunks ----
       if (work.end == INT64_MAX) return;  // not a.parallel, which would take a register across the main loop
@@ -81,7 +88,8 @@ __global__ void __launch_bounds__(Walk::kWarps* kWarpSize, Walk::kMinCtas)
           for (int c = warp_index(); c < work.columns.num_columns; c += Walk::kWarps) {
             const Row row = row_of(a, work.columns, work.kv_head, c);
             store_result<typename Walk::Element>(
-                a, row, fold_chunks<Walk::kHeadDim>(a, row.index(a), work.num_chunks, lane), lane);
+                a, work.columns, row, fold_chunks<Walk::kHeadDim>(a, row.index(a), work.num_chunks, lane),
+                lane);
           }
         }
       }

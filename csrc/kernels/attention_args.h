@@ -22,6 +22,8 @@ struct AttentionArgs {
   int capacity;  // tokens that a row of the block table has room for; lengths are clamped to it
   Divisor block_size;
   float scale_log2;  // op.scale * log2(e): exponents are powers of two
+  // With rules (sight.cuh): what scores are multiplied by first, 1 / soft cap, soft cap * log2(e).
+  float ruled_scale, inverse_cap, cap_log2;
 
   // Parallel: CTAs share the chunks of a tile of rows as the work list says (work_line.cuh), and the last one
   // to finish folds the partial states. Otherwise each CTA walks all chunks of one tile. The bits are the

@@ -6,6 +6,7 @@
 #pragma once
 #include "kernels/column_map.cuh"
 #include "kernels/online_softmax.cuh"
+#include "kernels/sight.cuh"
 #include "kernels/tile_loader.cuh"
 
 namespace paged_ops::kernels {
@@ -97,14 +98,15 @@ class FmaTile {
     for (int c = 0; c < kMine; c++) score_[c] = (sum[c].x + sum[c].y) + (sum[c].z + sum[c].w);
   }
 
-  template <bool kEdge>
-  __device__ __forceinline__ void update_softmax(float scale_log2, int first_token, const int* visible) {
+  template <bool kEdge, class Sight>
+  __device__ __forceinline__ void update_softmax(const Sight& sight, int first_token) {
+    sight.logits(score_, first_token, [&](int c) { return Cell{token_, first_column_ + c}; });
     float rescale[kMine];
     bool settled = true;
 #pragma unroll
     for (int c = 0; c < kMine; c++) {
-      float x = __fmul_rn(score_[c], scale_log2);
-      if (kEdge && first_token + token_ >= visible[first_column_ + c]) x = -INFINITY;
+      float x = score_[c];
+      if (kEdge && !sight.sees(sight.seen(first_column_ + c, first_token), token_)) x = -INFINITY;
       float maximum = x;
 #pragma unroll
       for (int o = 1; o < kTileTokens; o <<= 1)
@@ -135,8 +137,9 @@ class FmaTile {
   }
 
   // What a column does not see is left out, not multiplied by 0: it may be an infinity or NaN.
-  __device__ __forceinline__ void accumulate_edge(SharedSlot values, int first_token, const int* visible) {
-    add(values, [&](int row, int column) { return first_token + row < visible[column]; });
+  template <class Sight>
+  __device__ __forceinline__ void accumulate_edge(SharedSlot values, const Sight& sight, int first_token) {
+    add(values, [&](int row, int column) { return sight.sees(sight.seen(column, first_token), row); });
   }
 
   __device__ __forceinline__ void write_state(float* out, int row_stride, float2* state) {

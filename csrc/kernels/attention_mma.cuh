@@ -9,6 +9,7 @@
 #pragma once
 #include "kernels/column_map.cuh"
 #include "kernels/mma_state.cuh"
+#include "kernels/sight.cuh"
 #include "kernels/tile_loader.cuh"
 
 namespace paged_ops::kernels {
@@ -113,21 +114,23 @@ class MmaTile {
   }
 
   // Scores to probabilities relative to the running maximum; O and l are brought to a new one.
-  // kEdge: column c sees token r of the tile only if first_token + r < visible[c].
-  template <bool kEdge>
-  __device__ __forceinline__ void update_softmax(float scale_log2, int first_token, const int* visible) {
+  // kEdge: there may be rows of the tile that some columns do not see.
+  template <bool kEdge, class Sight>
+  __device__ __forceinline__ void update_softmax(const Sight& sight, int first_token) {
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++) {
-      // Tokens g (first two) and g + 8, columns 2t and 2t + 1. Roundings are spelled out here and below:
-      // a row's tile may be on the edge for one CTA and not for another, and the bits must agree.
+      // Tokens g (first two) and g + 8, columns 2t and 2t + 1. Roundings are spelled out: a row's tile may be
+      // on the edge for one CTA and not for another, and the bits must agree.
+      const auto cell = [&](int e) { return Cell{g_ + (e >> 1) * 8, n * 8 + t_ * 2 + (e & 1)}; };
       float x[4];
 #pragma unroll
-      for (int e = 0; e < 4; e++) x[e] = __fmul_rn(score_[n][0][e] + score_[n][1][e], scale_log2);
+      for (int e = 0; e < 4; e++) x[e] = score_[n][0][e] + score_[n][1][e];
+      sight.logits(x, first_token, cell);
       if constexpr (kEdge) {
-        const int2 seen = *reinterpret_cast<const int2*>(visible + n * 8 + t_ * 2);
+        const int2 seen = sight.two_seen(n * 8 + t_ * 2, first_token);
 #pragma unroll
         for (int e = 0; e < 4; e++)
-          if (first_token + g_ + (e >> 1) * 8 >= (e & 1 ? seen.y : seen.x)) x[e] = -INFINITY;
+          if (!sight.sees(e & 1 ? seen.y : seen.x, cell(e).row)) x[e] = -INFINITY;
       }
       float maximum[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])}, rescale[2];
 #pragma unroll
@@ -172,16 +175,17 @@ class MmaTile {
   }
 
   // The same for a tile with tokens that some columns see and others do not. A probability of 0 hides what
-  // is finite, but 0 times an infinity or NaN is NaN: where there is one, columns that see equally far are
-  // done together, with the rows that they do not see as zeros, and the other columns' results are dropped.
-  __device__ __forceinline__ void accumulate_edge(SharedSlot values, int first_token, const int* visible) {
+  // is finite, but 0 times an infinity or NaN is NaN: where there is one, neighbouring columns that see the
+  // same are done together, with the rows that they do not see as zeros, and the other columns' results are
+  // dropped.
+  template <class Sight>
+  __device__ __forceinline__ void accumulate_edge(SharedSlot values, const Sight& sight, int first_token) {
     if (all_finite(values)) return accumulate(values);
-    for (int c = 0; c < kColumns;) {
-      const int seen = visible[c];
-      while (c < kColumns && visible[c] == seen) c++;
-      const int rows = seen - first_token;
+    for (int first = 0, end = 0; first < kColumns; first = end) {
+      const int seen = sight.seen(first, first_token);
+      while (end < kColumns && sight.seen(end, first_token) == seen) end++;
       const auto keep = [&](int row) {
-        return (row < rows ? 0x0000ffffu : 0u) | (row + 1 < rows ? 0xffff0000u : 0u);
+        return (sight.sees(seen, row) ? 0x0000ffffu : 0u) | (sight.sees(seen, row + 1) ? 0xffff0000u : 0u);
       };
       const uint32_t keep_low = keep(2 * t_), keep_high = keep(8 + 2 * t_);
 #pragma unroll
@@ -196,10 +200,9 @@ class MmaTile {
         for (int n = 0; n < kColumnTiles; n++) {
           float sum[4] = {state_.out[n][d][0], state_.out[n][d][1], state_.out[n][d][2], state_.out[n][d][3]};
           ptx::mma_m16n8k16<T>(sum, dims, probability_[n]);
-          const int2 mine = *reinterpret_cast<const int2*>(visible + n * 8 + t_ * 2);
 #pragma unroll
           for (int e = 0; e < 4; e++)
-            if ((e & 1 ? mine.y : mine.x) == seen) state_.out[n][d][e] = sum[e];
+            if (const int c = n * 8 + t_ * 2 + (e & 1); c >= first && c < end) state_.out[n][d][e] = sum[e];
         }
       }
     }

@@ -31,8 +31,11 @@ __device__ __forceinline__ void store4(float* to, float4 x) {
 }
 
 template <class T, int kHeadDim>
-__device__ __forceinline__ void store_result(const AttentionArgs& a, Row row,
-                                             const RowState<kHeadDim>& result, int lane) {
+__device__ __forceinline__ void store_result(const AttentionArgs& a, const ColumnTile& tile, Row row,
+                                             RowState<kHeadDim> result, int lane) {
+  // Rows behind the last sequence have no sink.
+  if (a.op.rules.sinks != nullptr && tile.sequence < a.op.tables.num_seqs)
+    result.fold_in_logit(__ldg(a.op.rules.sinks + row.head));
   T* out = reinterpret_cast<T*>(static_cast<char*>(a.op.out) + row.token * a.op.out_stride_token +
                                 row.head * a.op.out_stride_head);
   const float scale = result.normaliser();

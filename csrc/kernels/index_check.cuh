@@ -47,6 +47,13 @@ static __global__ void check_cu_seqlens_q_kernel(const int32_t* cu_seqlens_q, in
   }
 }
 
+// No sequence has more than `most` query tokens.
+static __global__ void check_widths_kernel(const int32_t* cu_seqlens_q, int num_seqs, int most,
+                                           FirstBad* first) {
+  for (int i = blockIdx.x * blockDim.x + threadIdx.x; i < num_seqs; i += gridDim.x * blockDim.x)
+    if (cu_seqlens_q[i + 1] - cu_seqlens_q[i] > most) report(first, i);
+}
+
 // One thread per pair: its destination is no earlier pair's destination, and its source no other pair's, but
 // for pairs of a block with itself, which do nothing.
 // Quadratic, and only run when checks are asked for.

@@ -68,6 +68,15 @@ struct RowState {
     for (int i = 0; i < kParts; i++) o[i] = fold(o[i], added.o[i], by);
   }
 
+  // One more key, with a value of 0.
+  __device__ __forceinline__ void fold_in_logit(float logit) {
+    constexpr float kLog2e = 1.44269504088896f;
+    RowState added;
+    added.m = __fmul_rn(logit, kLog2e);
+    added.l = added.m == -INFINITY ? 0.f : 1.f;
+    fold_in(added);
+  }
+
   // A sum of 0 means that no key had a score above -inf: output 0, LSE -inf. (A NaN is not 0 and goes
   // through.)
   __device__ __forceinline__ float normaliser() const { return l == 0.f ? 0.f : 1.f / l; }

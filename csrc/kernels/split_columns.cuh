@@ -43,15 +43,17 @@ class SplitColumns {
   static constexpr int kWeights = Loader::kRingNbytes, kWeightsNbytes = kColumns * int(sizeof(float2));
 
  public:
-  using Shared = AttentionShared<kColumns, kHeadDim, kWeights + kWeightsNbytes>;
+  // Rules want registers that are not there: such calls have their keys split (attention_config.h).
+  using Sight = PlainSight<kColumns>;
+  using Shared = AttentionShared<kColumns, kHeadDim, kWeights + kWeightsNbytes, Sight>;
   // Bytes on their way: all while the warps wait, less what they use while they compute.
   static constexpr int kRingsNbytes = Loader::kRingNbytes, kInUseNbytes = 2 * Loader::Slot::kNbytes;
 
   // The chunks [first_chunk, end_chunk) of the rows of `columns`, which see up to `end` keys. From the
-  // barrier in here on, shared.work() says all that too, and shared.visible() how much each column sees.
+  // barrier in here on, shared.work() says all that too, and shared.sight() what each column sees.
   static __device__ __forceinline__ void run(const AttentionArgs& a, const Shared& shared,
                                              const ColumnTile& columns, int kv_head, int first_chunk,
-                                             int end_chunk, int end, int warp, int lane) {
+                                             int end_chunk, int /*first*/, int end, int warp, int lane) {
     const Work& work = shared.work();
     const int first_column = warp * Tile::kColumns;
     const bool idle = first_column >= columns.num_columns;  // it copies for the others
@@ -68,14 +70,14 @@ class SplitColumns {
       sum.write_weights(weights, lane);
       for (int strand = 0; strand < kStrands; strand++) {
         tile.reset();
-        const int* visible = shared.visible() + first_column;
+        const Sight sight(a, shared.sight() + first_column * sizeof(int), warp, lane);
         const auto step = [&](int first_token, auto edge) {
           loader.next();
           if (!idle) {
             tile.score(loader.keys());
-            tile.template update_softmax<edge.value>(a.scale_log2, first_token, visible);
+            tile.template update_softmax<edge.value>(sight, first_token);
             if constexpr (edge.value)
-              tile.accumulate_edge(loader.values(), first_token, visible);
+              tile.accumulate_edge(loader.values(), sight, first_token);
             else
               tile.accumulate(loader.values());
           }
@@ -132,7 +134,7 @@ class SplitColumns {
       if (work.shared())
         store_partial(a, row, chunk, result, lane);
       else
-        store_result<Element>(a, row, result, lane);
+        store_result<Element>(a, work.columns, row, result, lane);
     }
   }
 };

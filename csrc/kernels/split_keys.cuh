@@ -10,12 +10,13 @@
 
 #include "kernels/attention_rows.cuh"
 #include "kernels/attention_work.cuh"
+#include "kernels/sight.cuh"
 #include "kernels/tile_loader.cuh"
 
 namespace paged_ops::kernels {
 
 // Tile: the arithmetic (attention_mma.cuh, attention_fma.cuh).
-template <class Tile, RowCopy kCopy>
+template <class Tile, RowCopy kCopy, Rules kRules>
 class SplitKeys {
  public:
   using Element = typename Tile::Element;
@@ -27,30 +28,34 @@ class SplitKeys {
   using Loader = TileLoader<Element, kHeadDim, Tile::kStages, kWarps, kCopy>;
   static_assert(Loader::Slot::proven() && kChunkTokens % (kTileTokens * kWarps) == 0);
   // The warps' states lie in place of the rings, between chunks.
-  static constexpr int kStatesNbytes = AttentionShared<kColumns, kHeadDim, 0>::kStatesNbytes;
+  static constexpr int kStatesNbytes =
+      AttentionShared<kColumns, kHeadDim, 0, PlainSight<kColumns>>::kStatesNbytes;
   static constexpr int kScratch = kWarps * std::max(Loader::kRingNbytes, kStatesNbytes);
 
  public:
-  using Shared = AttentionShared<kColumns, kHeadDim, kScratch + Tile::kScratchNbytes>;
+  using Sight = std::conditional_t<kRules == Rules::none, PlainSight<kColumns>, RuledSight<kColumns, kWarps>>;
+  using Shared = AttentionShared<kColumns, kHeadDim, kScratch + Tile::kScratchNbytes, Sight>;
   // Bytes on their way: all while the warps wait, less what they use while they compute.
   static constexpr int kRingsNbytes = kWarps * Loader::kRingNbytes,
                        kInUseNbytes = kWarps * Loader::Slot::kNbytes;
 
-  // The chunks [first_chunk, end_chunk) of the rows of `columns`, which see up to `end` keys. From the
-  // barrier in here on, shared.work() says all that too, and shared.visible() how much each column sees.
+  // The chunks [first_chunk, end_chunk) of the rows of `columns`, which see keys of [first, end). From the
+  // barrier in here on, shared.work() says all that too, and shared.sight() what each column sees.
   static __device__ __forceinline__ void run(const AttentionArgs& a, const Shared& shared,
                                              const ColumnTile& columns, int kv_head, int first_chunk,
-                                             int /*end_chunk*/, int end, int warp, int lane) {
+                                             int /*end_chunk*/, int first, int end, int warp, int lane) {
     Work& work = shared.work();
     Loader loader(a, columns.sequence, kv_head, warp, lane, shared.base);
-    const auto start = [&](int chunk, int end) {
-      loader.start(chunk * kChunkTokens + warp * kTileTokens, min((chunk + 1) * kChunkTokens, end));
+    const auto start = [&](int chunk, int first, int end) {
+      const int begin = chunks_origin(first) + chunk * kChunkTokens;
+      loader.start(first_tile(begin, first, warp), first, min(begin + kChunkTokens, end));
     };
-    start(first_chunk, end);
+    start(first_chunk, first, end);
     Tile tile(warp, lane, shared.base + kScratch);
     tile.load_query(a, columns, kv_head, shared.base + kScratch);
     __syncthreads();
 
+    const Sight sight(a, shared.sight(), warp, lane);
     for (int chunk = first_chunk;;) {
       // ---- this warp's tiles of the chunk ----
       tile.reset();
@@ -59,13 +64,14 @@ class SplitKeys {
       const auto step = [&](int token, auto edge) {
         const int refill = token + Tile::kStages * Loader::kStride;
         tile.score(loader.key_slot(stage));
+        if constexpr (edge.value) sight.look(token);
         __syncwarp();  // every lane has read K: its slot is free
         loader.advance(refill);
         loader.copy_keys(refill, stage);
-        tile.template update_softmax<edge.value>(a.scale_log2, token, shared.visible());
+        tile.template update_softmax<edge.value>(sight, token);
         loader.wait();  // V
-        if (edge.value && work.seen_by_all < loader.end())
-          tile.accumulate_edge(loader.value_slot(stage), token, shared.visible());
+        if (edge.value && (Sight::kRuled || work.seen_by_all < loader.end()))
+          tile.accumulate_edge(loader.value_slot(stage), sight, token);
         else
           tile.accumulate(loader.value_slot(stage));  // rows that nobody sees are zeros
         __syncwarp();                                 // every lane has read V
@@ -74,7 +80,12 @@ class SplitKeys {
         stage = stage + 1 == Tile::kStages ? 0 : stage + 1;
       };
       // Most tiles are seen by all columns to the last row. The mask costs them nothing, not even its code.
-      int token = chunk * kChunkTokens + warp * kTileTokens;
+      const int first = Sight::kRuled ? work.first_seen_by_any : 0;
+      int token = first_tile(chunks_origin(first) + chunk * kChunkTokens, first, warp);
+      if constexpr (Sight::kRuled)
+        for (const int edge = min(work.first_seen_by_all, loader.end()); token < edge;
+             token += Loader::kStride)
+          step(token, std::true_type());
       for (const int full = min(work.seen_by_all, loader.end()) - kTileTokens; token <= full;
            token += Loader::kStride)
         step(token, std::false_type());
@@ -88,11 +99,19 @@ class SplitKeys {
       finish_chunk(a, shared, chunk, warp, lane);
       if (++chunk == work.end_chunk) break;
       __syncthreads();  // the states have been read: the rings may be filled again
-      start(chunk, work.seen_by_any);
+      start(chunk, work.first_seen_by_any, work.seen_by_any);
     }
   }
 
  private:
+  // Where a warp begins in the chunk at `begin`: with the first of its tiles that has keys from `first` on.
+  static __device__ __forceinline__ int first_tile(int begin, int first, int warp) {
+    constexpr int kStride = Loader::kStride;
+    const int token = begin + warp * kTileTokens;
+    if constexpr (!Sight::kRuled) return token;
+    return token + max(first - token + kStride - kTileTokens, 0) / kStride * kStride;
+  }
+
   // The state of a column after a chunk: its warps' states, folded in warp order.
   static __device__ __forceinline__ RowState<kHeadDim> fold_warps(const Shared& shared, int column,
                                                                   int lane) {
@@ -130,7 +149,7 @@ class SplitKeys {
       if (chunk + 1 < work.num_chunks)
         sum.write(out, running, lane, kHeadDim);
       else
-        store_result<Element>(a, row, sum, lane);
+        store_result<Element>(a, work.columns, row, sum, lane);
     }
   }
 };

@@ -47,12 +47,14 @@ class TileLoader {
     stride_token_ = mine.stride_token;
   }
 
-  // Begins with the tile at token `first`, of a chunk that ends at `end`.
-  __device__ __forceinline__ void start(int first, int end) {
+  // Begins with the tile at token `first`, of a chunk that ends at `end`. Nobody sees the tokens before
+  // `seen`: in place of those of the first tile comes that one.
+  __device__ __forceinline__ void start(int first, int seen, int end) {
     end_ = end;
     PageTable::Place places[kStages];  // all look-ups before all copies: one latency, not kStages
+    places[0] = table_.find(max(first + lane_ % kTileTokens, seen), end_);
 #pragma unroll
-    for (int s = 0; s < kStages; s++) places[s] = look_up(first + s * kStride);
+    for (int s = 1; s < kStages; s++) places[s] = look_up(first + s * kStride);
     ahead_ = look_up(first + kStages * kStride);
 #pragma unroll
     for (int s = 0; s < kStages; s++) {

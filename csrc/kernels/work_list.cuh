@@ -1,7 +1,8 @@
 // Lays out the work of a batch from lengths that lie on the device, for attention's CTAs to share
 // (work_line.cuh).
 #pragma once
-#include "kernels/column_map.cuh"
+#include "kernels/attention_work.cuh"
+#include "kernels/sight.cuh"
 #include "kernels/work_line.cuh"
 
 namespace paged_ops::kernels {
@@ -23,8 +24,10 @@ __global__ void __launch_bounds__(kWorkListThreads) work_list_kernel(const Atten
     int64_t cost = 0;
     if (slot < a.num_slots) {
       const ColumnTile columns = column_tile(a, slot, a.columns, ThreadSearch());
-      if (columns.num_columns > 0)
-        cost = int64_t(num_kv_heads) * place_cost(columns.visible(a, columns.num_columns - 1));
+      if (columns.num_columns > 0) {
+        const int origin = chunks_origin(Places{a, columns}.first_seen());
+        cost = int64_t(num_kv_heads) * place_cost(columns.visible(a, columns.num_columns - 1) - origin);
+      }
     }
     int64_t sum = cost;  // of this warp's threads up to this one
 #pragma unroll

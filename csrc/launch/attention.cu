@@ -17,6 +17,10 @@ void run_attention(const AttentionPlan& plan, const AttentionParams& op, cudaStr
   args.capacity = plan.capacity;
   args.block_size = kernels::Divisor(op.kv.block_size);
   args.scale_log2 = op.scale * kLog2e;
+  const float soft_cap = op.rules.soft_cap;
+  args.ruled_scale = soft_cap == 0.f ? args.scale_log2 : op.scale;
+  args.inverse_cap = 1.f / soft_cap;
+  args.cap_log2 = soft_cap * kLog2e;
   args.parallel = plan.parallel;
   args.columns = 8 * plan.column_tiles;
   args.slots_per_sequence = kernels::slots_per_sequence(args.group, args.columns);
@@ -38,10 +42,6 @@ void launch_work_list(const kernels::AttentionArgs& args, cudaStream_t stream) {
 }
 
 void attention(const AttentionParams& p, const Context& context) {
-  const AttentionRules& rules = p.rules;
-  PAGED_OPS_REQUIRE(
-      !rules.window && rules.soft_cap == 0.f && !rules.alibi_slopes && !rules.sinks && !rules.tree_mask,
-      "window, soft_cap, alibi_slopes, sinks, tree_mask: not on this backend yet");
   PAGED_OPS_REQUIRE(!is_quantised(p.kv.dtype), "key_cache: is ", name(p.kv.dtype),
                     ", not on this backend yet");
   const DeviceGuard guard(context.device);
@@ -52,6 +52,7 @@ void attention(const AttentionParams& p, const Context& context) {
   if (context.check) {
     check_block_tables(p.tables, p.kv, stream);
     if (p.cu_seqlens_q) check_cu_seqlens_q(p.cu_seqlens_q, p.tables.num_seqs, p.num_tokens, stream);
+    if (p.rules.tree_mask) check_tree_widths(p.cu_seqlens_q, p.tables.num_seqs, stream);
   }
   if (p.num_tokens > 0 && plan.num_places > 0) run_attention(plan, p, stream);
 }

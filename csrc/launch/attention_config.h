@@ -17,6 +17,7 @@ struct AttentionPlan {
   int head_dim;      // the kernel's: 64, 128 or 256, the next one up
   int column_tiles;  // of 8 columns per CTA: 1, 2 or kSplitColumnTiles
   bool aligned;      // K and V rows can be copied 16 bytes at a time
+  bool ruled;        // the kernels that know of windows, soft caps, ALiBi and trees; they need no such rule
   bool parallel;     // CTAs share chunks by the work list
   int capacity;      // tokens a row of the block table has room for
   int max_chunks;
@@ -31,7 +32,8 @@ struct AttentionPlan {
 };
 
 // With so many tiles of columns, a CTA's warps split the columns and share the keys (split_columns.cuh). Two
-// states of a column must fit in the registers, so that there is no such kernel for wider heads.
+// states of a column must fit in the registers, so that there is no such kernel for wider heads, nor for
+// rules.
 constexpr int kSplitColumnTiles = 8, kMaxSplitHeadDim = 128;
 // From so many places on a prefill keeps every multiprocessor busy without sharing chunks.
 constexpr int64_t kPrefillCtas = 264;
@@ -52,6 +54,10 @@ inline AttentionPlan plan_attention(const AttentionParams& op) {
   PAGED_OPS_REQUIRE(head_dim <= 256, "head_dim: is ", head_dim, ", wanted at most 256");
   plan.head_dim = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
   plan.aligned = multiple_of_16(kv.key) && multiple_of_16(kv.value);
+  // A sink concerns a row's end only. Copies by element are slow whatever else there is: one kernel for all.
+  const AttentionRules& rules = op.rules;
+  const bool has_rules = rules.window || rules.soft_cap != 0.f || rules.alibi_slopes || rules.tree_mask;
+  plan.ruled = has_rules || !plan.aligned;
 
   // Positions and look-ahead must stay within 32 bits.
   constexpr int64_t kMaxTokens = INT32_MAX - 8 * kernels::kChunkTokens;
@@ -75,12 +81,13 @@ inline AttentionPlan plan_attention(const AttentionParams& op) {
   // shared, much.
   const bool few_tokens = op.cu_seqlens_q == nullptr || op.num_tokens <= 8 * num_seqs;
   const bool wide = group * op.num_tokens > 8 * num_seqs && op.dtype != DType::f32;
-  const bool split = wide && !few_tokens && head_dim <= kMaxSplitHeadDim &&
+  const bool split = wide && !few_tokens && !has_rules && head_dim <= kMaxSplitHeadDim &&
                      group * op.num_tokens >= 8 * kSplitColumnTiles * num_seqs &&
                      num_slots(kSplitColumnTiles) * kv.num_kv_heads >= (can_share ? 1 : 2) * kPrefillCtas;
   const int column_tiles = split ? kSplitColumnTiles : wide ? 2 : 1;
 
-  // The workspace is sized without knowing addresses, so that alignment has no say in what is shared.
+  // The workspace is sized without knowing addresses, so that alignment has no say in what is shared. Nor may
+  // rules ask for more than a call without: what is split has more places than are shared without splitting.
   const int64_t enough = (split ? 2 : 1) * kPrefillCtas;
   plan.parallel = can_share && (few_tokens || num_slots(column_tiles) * kv.num_kv_heads < enough);
   if (!plan.parallel) plan.workspace_nbytes = 0;

@@ -8,13 +8,15 @@ namespace paged_ops::launch {
 template <>
 void launch_attention<float>(const AttentionPlan& plan, const kernels::AttentionArgs& args,
                              cudaStream_t stream) {
-  using kernels::FmaTile, kernels::RowCopy, kernels::SplitKeys;
+  using kernels::FmaTile, kernels::RowCopy, kernels::Rules, kernels::SplitKeys;
   dispatch_head_dim(plan.head_dim, [&](auto dim) {
     using Tile = FmaTile<decltype(dim)::value>;
-    if (plan.aligned)
-      launch_attention_walk<SplitKeys<Tile, RowCopy::asynchronous>>(plan, args, stream);
+    if (!plan.aligned)
+      launch_attention_walk<SplitKeys<Tile, RowCopy::by_element, Rules::some>>(plan, args, stream);
+    else if (plan.ruled)
+      launch_attention_walk<SplitKeys<Tile, RowCopy::asynchronous, Rules::some>>(plan, args, stream);
     else
-      launch_attention_walk<SplitKeys<Tile, RowCopy::by_element>>(plan, args, stream);
+      launch_attention_walk<SplitKeys<Tile, RowCopy::asynchronous, Rules::none>>(plan, args, stream);
   });
 }
 

@@ -5,6 +5,7 @@
 
 #include "launch/cuda_status.h"
 #include "launch/index_check.h"
+#include "params/attention.h"
 
 namespace paged_ops::launch {
 
@@ -83,6 +84,16 @@ void check_cu_seqlens_q(const int32_t* cu_seqlens_q, int num_seqs, int num_token
     fail("cu_seqlens_q[", i, "] = ", value, ": wanted at most ", num_tokens, ", the tokens of query");
   fail("cu_seqlens_q[", i, "] = ", value, ": wanted at least cu_seqlens_q[", i - 1,
        "] = ", verdicts.read(cu_seqlens_q + i - 1));
+}
+
+void check_tree_widths(const int32_t* cu_seqlens_q, int num_seqs, cudaStream_t stream) {
+  const Verdicts verdicts(1, stream);
+  simt::launch(kernels::check_widths_kernel, ctas(num_seqs), kThreads, 0, stream, cu_seqlens_q, num_seqs,
+               kMaxTreeTokens, verdicts[0]);
+  if (const int64_t seq = verdicts.position(0); seq >= 0)
+    fail("tree_mask: sequence ", seq, " has ",
+         verdicts.read(cu_seqlens_q + seq + 1) - verdicts.read(cu_seqlens_q + seq),
+         " query tokens, wanted at most ", kMaxTreeTokens, ", the bits of a mask");
 }
 
 void check_slot_mapping(const CacheWriteParams& p, cudaStream_t stream) {

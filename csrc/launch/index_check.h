@@ -10,6 +10,7 @@ namespace paged_ops::launch {
 // Each throws ValueError that names the first offender, before anything has been written.
 void check_block_tables(const BlockTables& tables, const PagedKV& kv, cudaStream_t stream);
 void check_cu_seqlens_q(const int32_t* cu_seqlens_q, int num_seqs, int num_tokens, cudaStream_t stream);
+void check_tree_widths(const int32_t* cu_seqlens_q, int num_seqs, cudaStream_t stream);
 void check_slot_mapping(const CacheWriteParams& p, cudaStream_t stream);
 void check_block_pairs(const BlockCopyParams& p, cudaStream_t stream);
 

@@ -34,6 +34,7 @@ std::mt19937 rng(1);
 int uniform(int low, int high) { return std::uniform_int_distribution<int>(low, high)(rng); }
 
 const int32_t kNotRead = 0;  // its address says "varlen"
+const float kOne = 1.f;
 
 AttentionParams shapes(int num_seqs, int num_tokens, int num_kv_heads, int group, int max_blocks, bool decode,
                        DType dtype = DType::bf16, int head_dim = 128) {
@@ -93,6 +94,10 @@ void workspace() {
     }
     CHECK(odd.finished_offset % 256 == 0 && odd.state_offset % 256 == 0 && odd.out_offset % 256 == 0);
     CHECK(odd.parallel || odd.workspace_nbytes == 0);
+    // Callers ask for the workspace without saying what rules there will be.
+    p.rules.window = 9;
+    const AttentionPlan ruled = launch::plan_attention(p);
+    CHECK(ruled.ruled && ruled.workspace_nbytes <= aligned.workspace_nbytes);
   }
 }
 
@@ -135,6 +140,12 @@ void columns() {
   CHECK(!launch::plan_attention(shapes(1, 1024, 8, 4, 512, false)).parallel, "enough");
   CHECK(tiles(shapes(1, 1023, 8, 4, 32, false)) == 2 && tiles(shapes(1, 1024, 8, 4, 32, false)) == 8,
         "one chunk is not shared");
+  // Rules: a kernel of their own, which has no registers for 64 columns. A sink needs none.
+  AttentionParams ruled = shapes(1, 4096, 8, 4, 8192, false), sunk = ruled;
+  ruled.rules.soft_cap = 30.f;
+  sunk.rules.sinks = &kOne;
+  CHECK(launch::plan_attention(ruled).ruled && tiles(ruled) == 2);
+  CHECK(!launch::plan_attention(sunk).ruled && tiles(sunk) == 8);
 }
 
 // Tiles come strand by strand, chunk by chunk: in the order in which the warps that split the keys are
@@ -310,7 +321,8 @@ struct Problem {
   static constexpr int kBlockSize = 24;
   std::vector<int32_t> seq_lens, cu_seqlens_q, table;
   std::vector<unsigned char> query, key, value, out, workspace;
-  std::vector<float> lse;
+  std::vector<float> lse, slopes, sinks;
+  std::vector<int64_t> tree_mask;
   AttentionParams p;
 
   // An empty `first_rows` is decode, else there are two more rows than it says.
@@ -353,6 +365,39 @@ struct Problem {
     p.causal = true;
   }
 
+  // `what`: "plain", "window", "tree" (with a window that cuts branches), or "all" but a tree.
+  void set_rules(const std::string& what) {
+    std::uniform_real_distribution<float> real(0.f, 1.f);
+    for (int head = 0; head < p.num_q_heads; head++) {
+      slopes.push_back(0.1f * real(rng));
+      sinks.push_back(4.f * real(rng));
+    }
+    for (int token = 0; token < p.num_tokens; token++) tree_mask.push_back(int64_t(rng()) << 32 | rng());
+    if (what == "plain") return;
+    p.rules.window = what == "tree" ? 6 : 100;
+    if (what == "tree") p.rules.tree_mask = tree_mask.data();
+    if (what == "window") return;
+    p.rules.alibi_slopes = slopes.data();
+    p.rules.sinks = sinks.data();
+    if (what == "all") p.rules.soft_cap = 1.5f;
+  }
+
+  // Whether query token t of sequence s sees the key at `position`, when causal: the definition.
+  bool sees(int s, int t, int position) const {
+    const int first_row = cu_seqlens_q[s], begin = seq_lens[s] - (cu_seqlens_q[s + 1] - first_row);
+    const auto bit = [&](int i, int j) {
+      return j == i || (j < i && (!p.rules.tree_mask || tree_mask[first_row + i] >> j & 1));
+    };
+    const auto place = [&](int i) {
+      int at = begin - 1;
+      for (int j = 0; j <= i; j++) at += bit(i, j);
+      return at;
+    };
+    const int key = position - begin;  // among the query tokens
+    if (key >= 0 && !bit(t, key)) return false;
+    return !p.rules.window || (key >= 0 ? place(key) : position) > place(t) - p.rules.window;
+  }
+
   // What lies at token `position` of a sequence.
   unsigned char* value_row(int seq, int position, int kv_head) {
     const int block = table[seq * p.tables.max_blocks_per_seq + position / kBlockSize];
@@ -361,10 +406,12 @@ struct Problem {
   }
 
   // Runs with outputs and workspace full of NaN, by the work list on a chip of so many multiprocessors, or
-  // where that is 0 with a CTA for all chunks of the same rows.
-  void run(bool aligned, int column_tiles, int multiprocessors) {
+  // where that is 0 with a CTA for all chunks of the same rows. ruled: by the kernels for rules, rules or
+  // not.
+  void run(bool aligned, int column_tiles, int multiprocessors, bool ruled = false) {
     AttentionPlan plan = launch::plan_attention(p);
     plan.aligned = aligned;
+    plan.ruled = plan.ruled || ruled;
     plan.column_tiles = column_tiles;
     plan.num_slots = kernels::num_slots(p, 8 * column_tiles);
     plan.num_places = plan.num_slots * p.kv.num_kv_heads;
@@ -423,7 +470,9 @@ void launches() {
 
 // `what`: "decode", "prefill", "many": prefill of more columns than a CTA has, or "long": decode of more
 // chunks than a warp folds at once.
-void plans(DType dtype, int head_dim, int value_head_dim, int group, const std::string& what, bool causal) {
+// `rules`: as Problem::set_rules() has them.
+void plans(DType dtype, int head_dim, int value_head_dim, int group, const std::string& what, bool causal,
+           const std::string& rules) {
   Problem problem = what == "long" ? Problem(dtype, head_dim, value_head_dim, group, 1,
                                              {33 * kernels::kChunkTokens + 100}, {})
                                    : Problem(dtype, head_dim, value_head_dim, group, 2, {1100, 0, 17, 530},
@@ -431,6 +480,7 @@ void plans(DType dtype, int head_dim, int value_head_dim, int group, const std::
                                              : what == "many" ? std::vector<int32_t>{0, 70, 72, 89, 129}
                                                               : std::vector<int32_t>{0, 7, 9, 12, 23});
   problem.p.causal = causal;
+  problem.set_rules(rules);
   if (what == "long") {  // the maximum rises once more where the second round of 32 chunks begins
     const int64_t quiet =
         32 * kernels::kChunkTokens / Problem::kBlockSize * problem.p.kv.key.stride_block / itemsize(dtype);
@@ -441,13 +491,15 @@ void plans(DType dtype, int head_dim, int value_head_dim, int group, const std::
   std::vector<float> first_lse;
   std::vector<int> all_tiles{1};
   if (dtype != DType::f32) all_tiles.push_back(2);
-  if (dtype != DType::f32 && std::max(head_dim, value_head_dim) <= launch::kMaxSplitHeadDim)
+  const bool ruled = launch::plan_attention(problem.p).ruled;
+  if (dtype != DType::f32 && !ruled && std::max(head_dim, value_head_dim) <= launch::kMaxSplitHeadDim)
     all_tiles.push_back(launch::kSplitColumnTiles);
   const auto chips = what == "many" ? std::vector{0, 5} : std::vector{0, 1, 2, 5, 132};
   for (const bool aligned : {true, false})
     for (const int column_tiles : aligned ? all_tiles : std::vector<int>{1})
       for (const int multiprocessors : chips) {
-        problem.run(aligned, column_tiles, multiprocessors);
+        const bool split = column_tiles == launch::kSplitColumnTiles;
+        problem.run(aligned, column_tiles, multiprocessors, !split && multiprocessors == 5);
         const std::vector<float>& lse = problem.lse;
         if (first_out.empty()) first_out = problem.out, first_lse = lse;
         const auto which = concat("aligned ", aligned, ", column tiles ", column_tiles, ", multiprocessors ",
@@ -460,19 +512,22 @@ void plans(DType dtype, int head_dim, int value_head_dim, int group, const std::
 
 // One element of one value is an infinity or NaN. The rows that do not see it keep their bits, and those
 // that do have lost that dim and nothing else.
-void poison(DType dtype) {
+void poison(DType dtype, const std::string& rules) {
   Problem problem(dtype, 40, 40, 3, 2, {70, 21}, {0, 24, 33});
+  problem.set_rules(rules);
+  if (rules == "window") problem.p.rules.window = 7;
   const int size = itemsize(dtype), group = 3;
   const std::vector<unsigned char> clean_value = problem.value;
   for (int round = 0; round < 48; round++) {
-    const int column_tiles = dtype == DType::f32 ? 1 : std::array{1, 2, launch::kSplitColumnTiles}[round % 3];
+    const int most = rules == "plain" ? launch::kSplitColumnTiles : 2;
+    const int column_tiles = dtype == DType::f32 ? 1 : std::array{1, 2, most}[round % 3];
     problem.value = clean_value;
     problem.run(true, column_tiles, 0);
     const std::vector<unsigned char> clean_out = problem.out;
     const int seq = uniform(0, 1), kv_head = uniform(0, 1), dim = uniform(0, 39);
     const int length = problem.seq_lens[seq], first_row = problem.cu_seqlens_q[seq];
     const int num_rows = problem.cu_seqlens_q[seq + 1] - first_row;
-    const int position = uniform(length - num_rows, length - 1);
+    const int position = uniform(length - num_rows - (rules == "plain" ? 0 : 8), length - 1);
     const float bad = uniform(0, 1) ? NAN : INFINITY;
     const f16 h = portable::from_float<f16>(bad);
     const bf16 b = portable::from_float<bf16>(bad);
@@ -485,7 +540,7 @@ void poison(DType dtype) {
     for (int row = 0; row < problem.p.num_tokens; row++)
       for (int head = 0; head < 2 * group; head++) {
         const bool sees = row >= first_row && row < first_row + num_rows && head / group == kv_head &&
-                          position <= length - num_rows + (row - first_row);
+                          problem.sees(seq, row - first_row, position);
         const size_t at = (size_t(row) * 2 * group + head) * 40 * size;
         const bool same = std::memcmp(&problem.out[at], &clean_out[at], 40 * size) == 0;
         CHECK(same == !sees, "row ", row, ", head ", head, ", position ", position, ", dim ", dim);
@@ -517,11 +572,11 @@ int main(int argc, char** argv) {
                                                     {"head_threads", head_threads},
                                                     {"swap_pieces", swap_pieces}};
   try {
-    if (what == "plans" && argc == 8) {
+    if (what == "plans" && argc == 9) {
       plans(dtype_named(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[5]), argv[6],
-            std::string(argv[7]) == "causal");
-    } else if (what == "poison" && argc == 3) {
-      poison(dtype_named(argv[2]));
+            std::string(argv[7]) == "causal", argv[8]);
+    } else if (what == "poison" && argc == 4) {
+      poison(dtype_named(argv[2]), argv[3]);
     } else {
       functions.at(what)();
     }

@@ -58,7 +58,27 @@ def test_no_plan_changes_a_bit(
     driver: Path, dtype: str, shape: tuple[int, int, int], query_tokens: str
 ) -> None:
     """Chunks shared on chips small and large, or walked by one CTA; tiles narrow and wide; both copies."""
-    check(driver, "plans", dtype, *shape, query_tokens, "causal")
+    check(driver, "plans", dtype, *shape, query_tokens, "causal", "plain")
+
+
+@pytest.mark.parametrize(
+    ("query_tokens", "rules", "mask"),
+    [
+        ("decode", "window", "causal"),
+        ("decode", "all", "causal"),
+        ("prefill", "all", "causal"),
+        ("prefill", "tree", "causal"),
+        ("many", "window", "not causal"),
+        ("long", "all", "causal"),
+    ],
+)
+@pytest.mark.parametrize("shape", [(40, 64, 8), (256, 256, 3)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_plan_changes_a_bit_under_rules(
+    driver: Path, dtype: str, shape: tuple[int, int, int], query_tokens: str, rules: str, mask: str
+) -> None:
+    """Chunks are counted from the window's begin, which differs from tile to tile of rows."""
+    check(driver, "plans", dtype, *shape, query_tokens, mask, rules)
 
 
 @pytest.mark.parametrize("mask", ["causal", "not causal"])
@@ -71,16 +91,17 @@ def test_no_plan_changes_a_bit_of_many_columns(
     driver: Path, dtype: str, shape: tuple[int, int, int], mask: str
 ) -> None:
     """Up to 560 columns: whole tiles and ragged ones, whether warps split the keys or the columns."""
-    check(driver, "plans", dtype, *shape, "many", mask)
+    check(driver, "plans", dtype, *shape, "many", mask, "plain")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_plan_changes_a_bit_of_a_long_sequence(driver: Path, dtype: str) -> None:
     """34 chunks: more than the lanes of the warp that folds them."""
-    check(driver, "plans", dtype, 64, 64, 1, "long", "causal")
+    check(driver, "plans", dtype, 64, 64, 1, "long", "causal", "plain")
 
 
+@pytest.mark.parametrize("rules", ["plain", "window", "tree"])
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_one_bad_element_shows_where_it_is_seen(driver: Path, dtype: str) -> None:
+def test_one_bad_element_shows_where_it_is_seen(driver: Path, dtype: str, rules: str) -> None:
     """Not whole rows: a look at every second element would pass those."""
-    check(driver, "poison", dtype)
+    check(driver, "poison", dtype, rules)
