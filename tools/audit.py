@@ -57,11 +57,12 @@ class Claim:
 
 
 ASYNCHRONOUS, BY_ELEMENT = r"\(RowCopy\)0", r"\(RowCopy\)1"
+PLAIN, RULED = r"\(Rules\)0", r"\(Rules\)1"
 
 
-def split_keys(tile: str, copy: str) -> str:
+def split_keys(tile: str, copy: str, rules: str) -> str:
     """The pattern of the attention kernel whose warps split the keys."""
-    return rf"attention_kernel<SplitKeys<{tile}, {copy}> >"
+    return rf"attention_kernel<SplitKeys<{tile}, {copy}, {rules}> >"
 
 
 def split_columns(tile: str) -> str:
@@ -72,19 +73,25 @@ def split_columns(tile: str) -> str:
 # Instructions per tile of 16 tokens, by head dim and tiles of 8 columns. An H200's memory takes 223, 446 and
 # 892 clocks to bring a multiprocessor the 16 tokens, and in each clock it can issue 4 instructions.
 MAX_LOOP = {(64, 1): 224, (128, 1): 277, (256, 1): 377, (64, 2): 310, (128, 2): 402, (256, 2): 600}
+# The same where there may be a window, soft cap, ALiBi or tree, for tiles that all columns see. The tanh and
+# the slopes are counted, and are jumped over where there is no cap and no slope.
+MAX_RULED_LOOP = {
+    (64, 1): 360, (128, 1): 420, (256, 1): 520, (64, 2): 600, (128, 2): 680, (256, 2): 880,
+}  # fmt: skip
 # By head dim, of each of the four warps that share a tile, with 16 columns each.
 MAX_SPLIT_LOOP = {64: 260, 128: 325}
 
 CLAIMS = [
     *(
         Claim(
-            split_keys(rf"MmaTile<\w+, {head_dim}, {column_tiles}>", ASYNCHRONOUS),
+            split_keys(rf"MmaTile<\w+, {head_dim}, {column_tiles}>", ASYNCHRONOUS, rules),
             "16-bit attention is bound by memory: copies behind the back, matrix instructions, a deep ring",
             in_flight=1.5,
             instructions={"async copy 16": 2, "matrix load": 2, "matrix product": 2},
             max_loop=max_loop,
         )
-        for (head_dim, column_tiles), max_loop in MAX_LOOP.items()
+        for rules, loops in ((PLAIN, MAX_LOOP), (RULED, MAX_RULED_LOOP))
+        for (head_dim, column_tiles), max_loop in loops.items()
     ),
     *(
         Claim(
@@ -97,17 +104,19 @@ CLAIMS = [
         for head_dim, max_loop in MAX_SPLIT_LOOP.items()
     ),
     Claim(
-        split_keys(r"FmaTile<\d+>", ASYNCHRONOUS),
+        split_keys(r"FmaTile<\d+>", ASYNCHRONOUS, rf"({PLAIN}|{RULED})"),
         "f32 attention has no matrix instruction, but the same ring",
         in_flight=1,
         instructions={"async copy 16": 2},
     ),
     Claim(
-        split_keys(r"MmaTile<.*>", BY_ELEMENT),
+        split_keys(r"MmaTile<.*>", BY_ELEMENT, RULED),
         "rows that are not 16-byte aligned: right, not fast",
         instructions={"matrix load": 2, "matrix product": 2},
     ),
-    Claim(split_keys(r"FmaTile<\d+>", BY_ELEMENT), "rows that are not 16-byte aligned: right, not fast"),
+    Claim(
+        split_keys(r"FmaTile<\d+>", BY_ELEMENT, RULED), "rows that are not 16-byte aligned: right, not fast"
+    ),
     Claim(
         r"block_copy_kernel<uint4>",
         "a thread has all its packets under way before it writes one",
@@ -500,14 +509,15 @@ def model(rows: Sequence[Row]) -> str:
     kernels, in_flight = {}, {}
     tile = r"MmaTile<bf16, (\d+), (\d)>"
     for row in rows:
-        keys = re.fullmatch(split_keys(tile, ASYNCHRONOUS), row.kernel)
+        keys = re.fullmatch(split_keys(tile, ASYNCHRONOUS, rf"(?:{PLAIN}|{RULED})"), row.kernel)
         columns = re.fullmatch(split_columns(tile), row.kernel)
         if (found := keys or columns) and row.instructions and row.instructions["loop"] and row.ctas:
             warps = 4 if columns else 1
             kernel = roofline.Kernel(
                 8 * int(found[2]) * warps, row.ctas, row.waiting // row.ctas, row.instructions["loop"], warps
             )
-            kernels[row.arch, int(found[1]), kernel.columns] = kernel
+            ruled = keys is not None and bool(re.search(RULED, row.kernel))
+            kernels[row.arch, int(found[1]), kernel.columns, ruled] = kernel
         elif row.waiting:
             in_flight[row.arch, row.kernel] = row.waiting
     tables = (roofline.attention_rows(kernels), roofline.move_rows(in_flight))

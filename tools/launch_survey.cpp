@@ -55,30 +55,32 @@ void survey_attention() {
   std::vector<int32_t> cu_seqlens(2, 0);
   for (DType dtype : kDTypes)
     for (int head_dim : {64, 128, 256})
-      for (uintptr_t offset : {0, 4})          // 16-byte aligned or not
-        for (int group : {4, 16})              // one tile of columns or two
-          for (int tokens : {0, 100, 4096}) {  // decode, a short prefill, a long one
-            const bool prefill = tokens > 0;
-            AttentionParams p{};
-            p.query = tensor();
-            p.out = tensor();
-            p.lse = static_cast<float*>(tensor());
-            p.cu_seqlens_q = prefill ? cu_seqlens.data() : nullptr;
-            p.query_stride_head = p.out_stride_head = head_dim * itemsize(dtype);
-            p.query_stride_token = p.out_stride_token = p.query_stride_head * group * 8;
-            p.num_tokens = prefill ? tokens : 8;
-            p.num_q_heads = 8 * group;
-            p.dtype = dtype;
-            p.kv = cache(dtype, head_dim, offset);
-            p.tables = {static_cast<const int32_t*>(tensor()), static_cast<const int32_t*>(tensor()), 512,
-                        prefill ? 1 : 8, 512};
-            p.scale = 1;
-            p.causal = true;
-            p.workspace_nbytes = launch::backend().attention_workspace_nbytes(p);
-            const auto workspace = std::make_unique<uint64_t[]>(p.workspace_nbytes / 8 + 1);
-            p.workspace = workspace.get();
-            launch::backend().attention(p, kContext);
-          }
+      for (uintptr_t offset : {0, 4})        // 16-byte aligned or not
+        for (int group : {4, 16})            // one tile of columns or two
+          for (int tokens : {0, 100, 4096})  // decode, a short prefill, a long one
+            for (int window : {0, 64}) {     // no rules, and one
+              const bool prefill = tokens > 0;
+              AttentionParams p{};
+              p.query = tensor();
+              p.out = tensor();
+              p.lse = static_cast<float*>(tensor());
+              p.cu_seqlens_q = prefill ? cu_seqlens.data() : nullptr;
+              p.query_stride_head = p.out_stride_head = head_dim * itemsize(dtype);
+              p.query_stride_token = p.out_stride_token = p.query_stride_head * group * 8;
+              p.num_tokens = prefill ? tokens : 8;
+              p.num_q_heads = 8 * group;
+              p.dtype = dtype;
+              p.kv = cache(dtype, head_dim, offset);
+              p.tables = {static_cast<const int32_t*>(tensor()), static_cast<const int32_t*>(tensor()), 512,
+                          prefill ? 1 : 8, 512};
+              p.scale = 1;
+              p.causal = true;
+              p.rules.window = window;
+              p.workspace_nbytes = launch::backend().attention_workspace_nbytes(p);
+              const auto workspace = std::make_unique<uint64_t[]>(p.workspace_nbytes / 8 + 1);
+              p.workspace = workspace.get();
+              launch::backend().attention(p, kContext);
+            }
 }
 
 // Offsets that leave 16, 4, 2 and 1 bytes to move at a time.
@@ -142,6 +144,8 @@ void survey_checks() {
   p.dtype = DType::f16;
   p.kv = cache(DType::f16, 64, 0);
   p.tables = {ids.data(), ids.data(), 1, 1, 1};
+  p.causal = true;
+  p.rules.tree_mask = wide.data();
   launch::backend().attention(p, checked);
 }
 
@@ -155,7 +159,9 @@ void survey_ring() {
 }
 template <class... Tiles>
 void survey_key_rings() {
-  (survey_ring<kernels::SplitKeys<Tiles, kernels::RowCopy::asynchronous>>(), ...);
+  using kernels::RowCopy, kernels::Rules;
+  (survey_ring<kernels::SplitKeys<Tiles, RowCopy::asynchronous, Rules::none>>(), ...);
+  (survey_ring<kernels::SplitKeys<Tiles, RowCopy::asynchronous, Rules::some>>(), ...);
 }
 template <class T>
 void survey_mma_rings() {

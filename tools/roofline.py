@@ -93,6 +93,7 @@ class Attention:
     head_dim: int = 128
     itemsize: int = 2
     capacity: int = 0
+    window: int = 0  # 0: none; else the kernel for rules
 
     @property
     def max_chunks(self) -> int:
@@ -108,8 +109,17 @@ class Attention:
         return 2 * self.head_dim * self.itemsize
 
     @property
+    def queries(self) -> tuple[int, ...]:
+        return self.query_lens or (1,) * len(self.seq_lens)
+
+    def first_key(self, position: int) -> int:
+        """That a query token at this position sees."""
+        return max(0, position - self.window + 1) if self.window else 0
+
+    @property
     def kv_nbytes(self) -> int:
-        return sum(self.seq_lens) * self.num_kv_heads * self.token_nbytes
+        tokens = sum(n - self.first_key(n - q) for n, q in zip(self.seq_lens, self.queries, strict=True))
+        return tokens * self.num_kv_heads * self.token_nbytes
 
     @property
     def memory_nbytes(self) -> int:
@@ -120,18 +130,25 @@ class Attention:
     @property
     def flops(self) -> int:
         """Of pairs that see each other: two products of two operations per dim."""
-        queries = self.query_lens or (1,) * len(self.seq_lens)
-        pairs = sum(q * n - q * (q - 1) // 2 for n, q in zip(self.seq_lens, queries, strict=True))
+        pairs = sum(
+            p + 1 - self.first_key(p)
+            for n, q in zip(self.seq_lens, self.queries, strict=True)
+            for p in range(n - q, n)
+        )
         return 4 * pairs * self.head_dim * self.num_kv_heads * self.group
 
     def places(self, columns: int) -> list[int]:
-        """Keys that each (tile of columns, KV head) walks, in the grid's order."""
-        queries = self.query_lens or (1,) * len(self.seq_lens)
+        """Keys that each (tile of columns, KV head) walks, in the grid's order.
+
+        With a window, from the first tile of it on: as if the grid of chunks began there.
+        """
         keys = []
-        for length, tokens in zip(self.seq_lens, queries, strict=True):
+        for length, tokens in zip(self.seq_lens, self.queries, strict=True):
             for first in range(0, tokens * self.group, columns):
                 last = min(first + columns, tokens * self.group) - 1
-                keys += [max(0, length - tokens + last // self.group + 1)] * self.num_kv_heads
+                begin = self.first_key(length - tokens + first // self.group) // TILE_TOKENS * TILE_TOKENS
+                end = max(0, length - tokens + last // self.group + 1)
+                keys += [end - begin] * self.num_kv_heads
         return keys
 
 
@@ -305,6 +322,7 @@ def plan(shape: Attention) -> tuple[int, bool]:
     split = (
         wide
         and not few_tokens
+        and not shape.window
         and shape.head_dim <= MAX_SPLIT_HEAD_DIM
         and rows >= most * num_seqs
         and num_places(most) >= (1 if can_share else 2) * PREFILL_CTAS
@@ -377,6 +395,8 @@ SHAPES = (
     Attention("prefill 1 x 4096, D 256", (4096,), (4096,), head_dim=256),
     Attention("prefill 2048 of 32768", (32768,), (2048,)),
     Attention("prefill 512 of 32768", (32768,), (512,)),
+    Attention("decode 64 x 4096, window 1024", (4096,) * 64, window=1024),
+    Attention("prefill 1 x 4096, window 1024", (4096,), (4096,), window=1024),
 )
 
 
@@ -397,13 +417,13 @@ MOVES = (
 )
 
 
-def attention_rows(kernels: Mapping[tuple[str, int, int], Kernel]) -> list[list[str]]:
-    """The table of attention. `kernels`: by chip's architecture, head dim and columns."""
+def attention_rows(kernels: Mapping[tuple[str, int, int, bool], Kernel]) -> list[list[str]]:
+    """The table of attention. `kernels`: by chip's architecture, head dim, columns and whether for rules."""
     rows = [["bf16, 8 KV heads, group 4, D 128", "chip", "MB", "GFLOP", "launches", "CTAs", "empty", "us",
              "of bandwidth", "of matrix peak", "bound by", "static grid"]]  # fmt: skip
     for shape in SHAPES:
         for chip in CHIPS:
-            kernel = kernels.get((chip.arch, shape.head_dim, plan(shape)[0]))
+            kernel = kernels.get((chip.arch, shape.head_dim, plan(shape)[0], shape.window > 0))
             if kernel is None:
                 continue
             ctas, launches = launch(shape, kernel, chip)

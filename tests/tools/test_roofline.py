@@ -90,6 +90,15 @@ def test_bytes_and_operations_of_a_shape() -> None:
     assert replace(prefill, group=8).places(8) == [3, 4, 5]
 
 
+def test_a_window_leaves_keys_out() -> None:
+    decode = roofline.Attention("", (100, 5), num_kv_heads=1, group=1, head_dim=64, window=10)
+    assert decode.kv_nbytes == (10 + 5) * 2 * 64 * 2 and decode.flops == 4 * 15 * 64
+    assert decode.places(8) == [100 - 80, 5], "from the tile of the first key on"
+    prefill = roofline.Attention("", (5,), (4,), num_kv_heads=1, group=1, head_dim=64, window=2)
+    assert prefill.kv_nbytes == 5 * 2 * 64 * 2 and prefill.flops == 4 * 8 * 64
+    assert roofline.plan(roofline.Attention("", (4096,), (4096,), window=64))[0] == 16
+
+
 def test_what_bounds_a_kernel() -> None:
     full = roofline.Attention("", (8192,) * 128)
     assert predict(full).bound == "memory" and predict(full).of_bandwidth > 0.98
@@ -138,8 +147,11 @@ def test_no_time_beats_the_roofline() -> None:
 
 
 def test_tables() -> None:
-    kernels = {("sm_90", 128, 8): NARROW, ("sm_90", 128, 16): WIDE}
+    kernels = {("sm_90", 128, 8, False): NARROW, ("sm_90", 128, 16, False): WIDE}
     rows = roofline.attention_rows(kernels)
+    assert not any("window" in row[0] for row in rows), "their kernel is another"
+    more = roofline.attention_rows(kernels | {("sm_90", 128, 8, True): NARROW})
+    assert sum("window" in row[0] for row in more) == 2
     assert {row[1] for row in rows[1:]} == {"H100", "H200"}
     assert all(len(row) == len(rows[0]) for row in rows)
     moves = roofline.move_rows({("sm_90", "block_copy_kernel<uint4>"): 65536})
