@@ -202,7 +202,8 @@ class MmaTile {
           ptx::mma_m16n8k16<T>(sum, dims, probability_[n]);
 #pragma unroll
           for (int e = 0; e < 4; e++)
-            if (const int c = n * 8 + t_ * 2 + (e & 1); c >= first && c < end) state_.out[n][d][e] = sum[e];
+            if (unsigned(n * 8 + t_ * 2 + (e & 1) - first) < unsigned(end - first))
+              state_.out[n][d][e] = sum[e];
         }
       }
     }
