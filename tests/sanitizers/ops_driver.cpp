@@ -108,9 +108,16 @@ void split_columns(const AttentionParams& p) {
   launch::run_attention(plan, p, nullptr);
 }
 
+// Which rules a problem has.
+struct Rules {
+  int window = 0;
+  bool tree = false;  // else a soft cap; ALiBi and sinks either way
+};
+
 // `query_lens` empty: decode.
 void attention(DType dtype, std::vector<int32_t> lengths, std::vector<int32_t> query_lens, int num_kv_heads,
-               int group, int head_dim, int block_size, bool serial = false, bool split = false) {
+               int group, int head_dim, int block_size, bool serial = false, bool split = false,
+               const Rules* rules = nullptr) {
   Random random;
   Cache cache(dtype, lengths, num_kv_heads, head_dim, block_size, random);
   std::vector<int32_t> cu_seqlens{0};
@@ -137,6 +144,23 @@ void attention(DType dtype, std::vector<int32_t> lengths, std::vector<int32_t> q
   if (serial) p.tables.max_blocks_per_seq = 1 << 22;
   p.scale = 0.125f;
   p.causal = true;
+  std::vector<float> slopes(num_heads, 0.01f), sinks(num_heads, 0.5f);
+  std::vector<int64_t> tree_mask(num_tokens, 0x5b6d5b6d5b6d5b6d);
+  if (rules) {
+    p.rules.window = rules->window;
+    p.rules.alibi_slopes = slopes.data();
+    p.rules.sinks = sinks.data();
+    if (rules->tree)
+      p.rules.tree_mask = tree_mask.data();
+    else
+      p.rules.soft_cap = 2.f;
+    // What lies before the window is not read.
+    for (int s = 0; s < cache.num_seqs && rules->window; ++s) {
+      const int first = lengths[s] - (query_lens.empty() ? 1 : query_lens[s]) - rules->window;
+      for (int i = 0; (i + 1) * block_size <= first; ++i)
+        cache.block_ids[s * cache.max_blocks + i] = kUnusedBlock;
+    }
+  }
   p.workspace_nbytes = launch::backend().attention_workspace_nbytes(p);
   std::vector<unsigned char> workspace(p.workspace_nbytes + 256, 0xff);
   p.workspace =
@@ -146,7 +170,7 @@ void attention(DType dtype, std::vector<int32_t> lengths, std::vector<int32_t> q
     if (split)
       split_columns(p);
     else
-      launch::backend().attention(p, kContext);
+      launch::backend().attention(p, rules && rules->window ? kUnchecked : kContext);
     add_to_checksum(out);
     add_to_checksum(lse.data(), lse.size() * sizeof(float));
   }
@@ -327,6 +351,27 @@ const std::map<std::string, std::function<void()>> kOps{
     {"prefill_f16_serial", [] { attention(DType::f16, {9, 1030}, {9, 6}, 1, 4, 64, 16, true); }},
     {"prefill_f16_split", [] { attention(DType::f16, {40, 1030}, {20, 33}, 1, 4, 64, 16, true, true); }},
     {"prefill_f16_split_shared", [] { attention(DType::f16, {9, 1030}, {9, 20}, 1, 4, 64, 7, false, true); }},
+    // Windows over two chunks, which begin in the middle of a tile; a tree over two tiles.
+    {"decode_f16_window",
+     [] {
+       const Rules rules{.window = 530};
+       attention(DType::f16, {9, 1100}, {}, 1, 3, 64, 5, false, false, &rules);
+     }},
+    {"prefill_f16_window",
+     [] {
+       const Rules rules{.window = 21};
+       attention(DType::f16, {1036, 40}, {9, 30}, 1, 2, 64, 7, true, false, &rules);
+     }},
+    {"prefill_f16_tree",
+     [] {
+       const Rules rules{.window = 524, .tree = true};
+       attention(DType::f16, {1040, 20}, {20, 6}, 1, 2, 64, 7, false, false, &rules);
+     }},
+    {"prefill_f32_tree",
+     [] {
+       const Rules rules{.tree = true};
+       attention(DType::f32, {530, 20}, {24, 6}, 1, 2, 64, 7, false, false, &rules);
+     }},
     {"prefill_f32", [] { attention(DType::f32, {9, 530, 20}, {9, 6, 20}, 1, 2, 64, 16); }},
     {"cache_write", cache_write},
     {"block_copy", block_copy},
