@@ -65,9 +65,9 @@ def split_keys(tile: str, copy: str, rules: str) -> str:
     return rf"attention_kernel<SplitKeys<{tile}, {copy}, {rules}> >"
 
 
-def split_columns(tile: str) -> str:
+def split_columns(tile: str, rules: str) -> str:
     """The pattern of the one whose warps split the columns."""
-    return rf"attention_kernel<SplitColumns<{tile} > >"
+    return rf"attention_kernel<SplitColumns<{tile}, {rules}> >"
 
 
 # Instructions per tile of 16 tokens, by head dim and tiles of 8 columns. An H200's memory takes 223, 446 and
@@ -80,6 +80,7 @@ MAX_RULED_LOOP = {
 }  # fmt: skip
 # By head dim, of each of the four warps that share a tile, with 16 columns each.
 MAX_SPLIT_LOOP = {64: 260, 128: 325}
+MAX_RULED_SPLIT_LOOP = {64: 570, 128: 630}
 
 CLAIMS = [
     *(
@@ -95,13 +96,14 @@ CLAIMS = [
     ),
     *(
         Claim(
-            split_columns(rf"MmaTile<\w+, {head_dim}, 2>"),
+            split_columns(rf"MmaTile<\w+, {head_dim}, 2>", rules),
             "prefill is bound by instructions: few of them, and copies that do not hold them up",
             in_flight=1.5,
             instructions={"async copy 16": 2, "matrix load": 2, "matrix product": 2},
             max_loop=max_loop,
         )
-        for head_dim, max_loop in MAX_SPLIT_LOOP.items()
+        for rules, loops in ((PLAIN, MAX_SPLIT_LOOP), (RULED, MAX_RULED_SPLIT_LOOP))
+        for head_dim, max_loop in loops.items()
     ),
     Claim(
         split_keys(r"FmaTile<\d+>", ASYNCHRONOUS, rf"({PLAIN}|{RULED})"),
@@ -510,13 +512,13 @@ def model(rows: Sequence[Row]) -> str:
     tile = r"MmaTile<bf16, (\d+), (\d)>"
     for row in rows:
         keys = re.fullmatch(split_keys(tile, ASYNCHRONOUS, rf"(?:{PLAIN}|{RULED})"), row.kernel)
-        columns = re.fullmatch(split_columns(tile), row.kernel)
+        columns = re.fullmatch(split_columns(tile, rf"(?:{PLAIN}|{RULED})"), row.kernel)
         if (found := keys or columns) and row.instructions and row.instructions["loop"] and row.ctas:
             warps = 4 if columns else 1
             kernel = roofline.Kernel(
                 8 * int(found[2]) * warps, row.ctas, row.waiting // row.ctas, row.instructions["loop"], warps
             )
-            ruled = keys is not None and bool(re.search(RULED, row.kernel))
+            ruled = bool(re.search(RULED, row.kernel))
             kernels[row.arch, int(found[1]), kernel.columns, ruled] = kernel
         elif row.waiting:
             in_flight[row.arch, row.kernel] = row.waiting

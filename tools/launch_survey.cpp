@@ -163,13 +163,18 @@ void survey_key_rings() {
   (survey_ring<kernels::SplitKeys<Tiles, RowCopy::asynchronous, Rules::none>>(), ...);
   (survey_ring<kernels::SplitKeys<Tiles, RowCopy::asynchronous, Rules::some>>(), ...);
 }
+template <class... Tiles>
+void survey_column_rings() {
+  using kernels::Rules;
+  (survey_ring<kernels::SplitColumns<Tiles, Rules::none>>(), ...);
+  (survey_ring<kernels::SplitColumns<Tiles, Rules::some>>(), ...);
+}
 template <class T>
 void survey_mma_rings() {
   using kernels::MmaTile;
   survey_key_rings<MmaTile<T, 64, 1>, MmaTile<T, 64, 2>, MmaTile<T, 128, 1>, MmaTile<T, 128, 2>,
                    MmaTile<T, 256, 1>, MmaTile<T, 256, 2>>();
-  survey_ring<kernels::SplitColumns<MmaTile<T, 64, 2>>>();
-  survey_ring<kernels::SplitColumns<MmaTile<T, 128, 2>>>();
+  survey_column_rings<MmaTile<T, 64, 2>, MmaTile<T, 128, 2>>();
 }
 
 }  // namespace

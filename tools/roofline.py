@@ -322,7 +322,6 @@ def plan(shape: Attention) -> tuple[int, bool]:
     split = (
         wide
         and not few_tokens
-        and not shape.window
         and shape.head_dim <= MAX_SPLIT_HEAD_DIM
         and rows >= most * num_seqs
         and num_places(most) >= (1 if can_share else 2) * PREFILL_CTAS

@@ -5,6 +5,8 @@
 // a column sees all keys up to some end. RuledSight has all four, each at run time. What a column sees of a
 // tile is one int either way, `seen`: how many rows, or a bit for each.
 #pragma once
+#include <type_traits>
+
 #include "kernels/column_map.cuh"
 
 namespace paged_ops::kernels {
@@ -69,16 +71,19 @@ struct Cell {
   int row, column;
 };
 
-template <int kColumns>
+// kColumns: of the CTA. kWarpColumns: of each of its warps, all of them or its own 1st, 2nd, ... so many.
+template <int kColumns, int kWarpColumns>
 class PlainSight {
  public:
   static constexpr bool kRuled = false;
   static constexpr int kNbytes = kColumns * int(sizeof(int));
 
-  // `memory`: what fill() has written, or that of some columns from an even one on.
-  __device__ __forceinline__ PlainSight(const AttentionArgs& a, const unsigned char* memory, int /*warp*/,
+  // `memory`: what fill() has written.
+  __device__ __forceinline__ PlainSight(const AttentionArgs& a, const unsigned char* memory, int warp,
                                         int /*lane*/)
-      : a_(a), visible_(reinterpret_cast<const int*>(memory)) {}
+      : a_(a),
+        visible_(reinterpret_cast<const int*>(memory) + (kWarpColumns < kColumns ? warp * kWarpColumns : 0)) {
+  }
 
   // By all threads of the CTA, before a barrier.
   static __device__ __forceinline__ void fill(const AttentionArgs& a, const ColumnTile& tile, int /*kv_head*/,
@@ -136,8 +141,7 @@ __device__ __forceinline__ float tanh_of(float x) {
   return size < kNear ? fmaf(__fmul_rn(p, square), x, x) : copysignf(far, x);
 }
 
-// Of a CTA each of whose warps has all columns.
-template <int kColumns, int kWarps>
+template <int kColumns, int kWarps, int kWarpColumns>
 class RuledSight {
   struct Column {
     uint64_t tree;  // of the keys from tree_begin on, those that it sees
@@ -146,7 +150,7 @@ class RuledSight {
   };
   struct Memory {
     Column columns[kColumns];
-    int seen[kWarps][kColumns];      // of the tile that a warp is at
+    int seen[kWarps][kWarpColumns];  // of the tile that a warp is at
     int tree_place[kMaxTreeTokens];  // of the keys from tree_begin on
     int tree_begin;                  // INT32_MAX: there is no tree
   };
@@ -158,6 +162,7 @@ class RuledSight {
   __device__ __forceinline__ RuledSight(const AttentionArgs& a, unsigned char* memory, int warp, int lane)
       : a_(a),
         memory_(*reinterpret_cast<const Memory*>(memory)),
+        columns_(memory_.columns + (kWarpColumns < kColumns ? warp * kWarpColumns : 0)),
         seen_(reinterpret_cast<Memory*>(memory)->seen[warp]),
         lane_(lane) {}
 
@@ -204,8 +209,8 @@ class RuledSight {
   }
 
   __device__ __forceinline__ void look(int first_token) const {
-    if (lane_ >= kColumns) return;
-    const Column& column = memory_.columns[lane_];
+    if (lane_ >= kWarpColumns) return;
+    const Column& column = columns_[lane_];
     seen_[lane_] = int(lowest_bits(min(column.visible - first_token, kTileTokens)) &
                        ~lowest_bits(column.first - first_token) &
                        tree_rows(column.tree, memory_.tree_begin - first_token));
@@ -230,7 +235,7 @@ class RuledSight {
 #pragma unroll
       for (int e = 0; e < kCount; e++) {
         const Cell cell = at(e);
-        const Column& column = memory_.columns[cell.column];
+        const Column& column = columns_[cell.column];
         const int distance = key_place(first_token + cell.row) - column.place;
         x[e] = __fadd_rn(x[e], __fmul_rn(column.slope_log2, float(distance)));
       }
@@ -245,8 +250,20 @@ class RuledSight {
 
   const AttentionArgs& a_;
   const Memory& memory_;
+  const Column* columns_;  // of the warp
   int* seen_;
   int lane_;
 };
+
+template <Rules kRules, int kColumns, int kWarps, int kWarpColumns>
+using SightFor = std::conditional_t<kRules == Rules::none, PlainSight<kColumns, kWarpColumns>,
+                                    RuledSight<kColumns, kWarps, kWarpColumns>>;
+
+// Where the first tile of a strand begins that has keys from `first` on: in the chunk at `begin`, of strands
+// whose tiles lie `stride` apart.
+PAGED_OPS_HOST_DEVICE inline int first_tile(int begin, int strand, int stride, int first) {
+  const int token = begin + strand * kTileTokens, before = first - token + stride - kTileTokens;
+  return before > 0 ? token + before / stride * stride : token;
+}
 
 }  // namespace paged_ops::kernels

@@ -27,7 +27,7 @@ struct SplitColumnsShape<128> {
 };
 
 // Tile: MmaTile with 16 columns.
-template <class Tile>
+template <class Tile, Rules kRules>
 class SplitColumns {
  public:
   using Element = typename Tile::Element;
@@ -37,28 +37,28 @@ class SplitColumns {
 
  private:
   static constexpr int kStrands = Tile::kWarps;  // into which split_keys.cuh cuts a chunk
-  using Loader = StrandLoader<Element, kHeadDim, Shape::kStages, kWarps, kStrands>;
+  using Loader = StrandLoader<Element, kHeadDim, Shape::kStages, kWarps, kStrands, kRules == Rules::some>;
   static_assert(Tile::kQueryInRegisters);
   // Of the sum of a chunk's strands, m and l lie behind the ring: registers less across the main loop.
   static constexpr int kWeights = Loader::kRingNbytes, kWeightsNbytes = kColumns * int(sizeof(float2));
 
  public:
-  // Rules want registers that are not there: such calls have their keys split (attention_config.h).
-  using Sight = PlainSight<kColumns>;
+  using Sight = SightFor<kRules, kColumns, kWarps, Tile::kColumns>;
   using Shared = AttentionShared<kColumns, kHeadDim, kWeights + kWeightsNbytes, Sight>;
   // Bytes on their way: all while the warps wait, less what they use while they compute.
   static constexpr int kRingsNbytes = Loader::kRingNbytes, kInUseNbytes = 2 * Loader::Slot::kNbytes;
 
-  // The chunks [first_chunk, end_chunk) of the rows of `columns`, which see up to `end` keys. From the
+  // The chunks [first_chunk, end_chunk) of the rows of `columns`, which see keys of [first, end). From the
   // barrier in here on, shared.work() says all that too, and shared.sight() what each column sees.
   static __device__ __forceinline__ void run(const AttentionArgs& a, const Shared& shared,
                                              const ColumnTile& columns, int kv_head, int first_chunk,
-                                             int end_chunk, int /*first*/, int end, int warp, int lane) {
+                                             int end_chunk, int first, int end, int warp, int lane) {
     const Work& work = shared.work();
     const int first_column = warp * Tile::kColumns;
     const bool idle = first_column >= columns.num_columns;  // it copies for the others
     Loader loader(a, columns.sequence, kv_head, warp, lane, shared.base);
-    loader.start(first_chunk * kChunkTokens, min(end_chunk * kChunkTokens, end));
+    const int origin = chunks_origin(first);
+    loader.start(origin + first_chunk * kChunkTokens, first, min(origin + end_chunk * kChunkTokens, end));
     Tile tile(warp, lane, nullptr);
     tile.load_query(a, columns.part(first_column, Tile::kColumns), kv_head, nullptr);
     __syncthreads();
@@ -70,11 +70,16 @@ class SplitColumns {
       sum.write_weights(weights, lane);
       for (int strand = 0; strand < kStrands; strand++) {
         tile.reset();
-        const Sight sight(a, shared.sight() + first_column * sizeof(int), warp, lane);
+        const Sight sight(a, shared.sight(), warp, lane);
+        const auto seen_from = [&] { return Sight::kRuled ? work.first_seen_by_any : 0; };
         const auto step = [&](int first_token, auto edge) {
-          loader.next();
+          loader.next(seen_from());
           if (!idle) {
             tile.score(loader.keys());
+            if constexpr (edge.value && Sight::kRuled) {
+              sight.look(first_token);
+              __syncwarp();  // all lanes can see what is seen
+            }
             tile.template update_softmax<edge.value>(sight, first_token);
             if constexpr (edge.value)
               tile.accumulate_edge(loader.values(), sight, first_token);
@@ -84,12 +89,17 @@ class SplitColumns {
           loader.done();
         };
         // Most tiles are seen by all columns to the last row. The mask costs them nothing, not even its code.
-        int token = chunk * kChunkTokens + strand * kTileTokens;
-        const int chunk_end = (chunk + 1) * kChunkTokens;
-        for (const int full = min(work.seen_by_all, chunk_end) - kTileTokens; token <= full;
-             token += kStrands * kTileTokens)
+        constexpr int kStride = kStrands * kTileTokens;
+        const int begin = chunks_origin(seen_from()) + chunk * kChunkTokens, chunk_end = begin + kChunkTokens;
+        int token =
+            Sight::kRuled ? first_tile(begin, strand, kStride, seen_from()) : begin + strand * kTileTokens;
+        if constexpr (Sight::kRuled)
+          for (const int full = min(work.first_seen_by_all, min(work.seen_by_any, chunk_end)); token < full;
+               token += kStride)
+            step(token, std::true_type());
+        for (const int full = min(work.seen_by_all, chunk_end) - kTileTokens; token <= full; token += kStride)
           step(token, std::false_type());
-        for (const int end = min(work.seen_by_any, chunk_end); token < end; token += kStrands * kTileTokens)
+        for (const int end = min(work.seen_by_any, chunk_end); token < end; token += kStride)
           step(token, std::true_type());
         __syncwarp();  // what lanes have written is there for all
         sum.read_weights(weights, lane);

@@ -29,11 +29,11 @@ class SplitKeys {
   static_assert(Loader::Slot::proven() && kChunkTokens % (kTileTokens * kWarps) == 0);
   // The warps' states lie in place of the rings, between chunks.
   static constexpr int kStatesNbytes =
-      AttentionShared<kColumns, kHeadDim, 0, PlainSight<kColumns>>::kStatesNbytes;
+      AttentionShared<kColumns, kHeadDim, 0, PlainSight<kColumns, kColumns>>::kStatesNbytes;
   static constexpr int kScratch = kWarps * std::max(Loader::kRingNbytes, kStatesNbytes);
 
  public:
-  using Sight = std::conditional_t<kRules == Rules::none, PlainSight<kColumns>, RuledSight<kColumns, kWarps>>;
+  using Sight = SightFor<kRules, kColumns, kWarps, kColumns>;
   using Shared = AttentionShared<kColumns, kHeadDim, kScratch + Tile::kScratchNbytes, Sight>;
   // Bytes on their way: all while the warps wait, less what they use while they compute.
   static constexpr int kRingsNbytes = kWarps * Loader::kRingNbytes,
@@ -48,7 +48,7 @@ class SplitKeys {
     Loader loader(a, columns.sequence, kv_head, warp, lane, shared.base);
     const auto start = [&](int chunk, int first, int end) {
       const int begin = chunks_origin(first) + chunk * kChunkTokens;
-      loader.start(first_tile(begin, first, warp), first, min(begin + kChunkTokens, end));
+      loader.start(first_tile_of(begin, first, warp), first, min(begin + kChunkTokens, end));
     };
     start(first_chunk, first, end);
     Tile tile(warp, lane, shared.base + kScratch);
@@ -81,7 +81,7 @@ class SplitKeys {
       };
       // Most tiles are seen by all columns to the last row. The mask costs them nothing, not even its code.
       const int first = Sight::kRuled ? work.first_seen_by_any : 0;
-      int token = first_tile(chunks_origin(first) + chunk * kChunkTokens, first, warp);
+      int token = first_tile_of(chunks_origin(first) + chunk * kChunkTokens, first, warp);
       if constexpr (Sight::kRuled)
         for (const int edge = min(work.first_seen_by_all, loader.end()); token < edge;
              token += Loader::kStride)
@@ -104,12 +104,8 @@ class SplitKeys {
   }
 
  private:
-  // Where a warp begins in the chunk at `begin`: with the first of its tiles that has keys from `first` on.
-  static __device__ __forceinline__ int first_tile(int begin, int first, int warp) {
-    constexpr int kStride = Loader::kStride;
-    const int token = begin + warp * kTileTokens;
-    if constexpr (!Sight::kRuled) return token;
-    return token + max(first - token + kStride - kTileTokens, 0) / kStride * kStride;
+  static __device__ __forceinline__ int first_tile_of(int begin, int first, int warp) {
+    return Sight::kRuled ? first_tile(begin, warp, Loader::kStride, first) : begin + warp * kTileTokens;
   }
 
   // The state of a column after a chunk: its warps' states, folded in warp order.

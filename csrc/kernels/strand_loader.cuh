@@ -24,7 +24,16 @@ PAGED_OPS_HOST_DEVICE inline int next_tile(int tile, int end) {
   return next < end ? next : chunk + kChunkTokens;
 }
 
-template <class Element, int kHeadDim, int kStages, int kWarps, int kStrands>
+// The same, past tiles that have no keys from `first` on.
+template <int kStrands>
+PAGED_OPS_HOST_DEVICE inline int next_tile(int tile, int first, int end) {
+  do tile = next_tile<kStrands>(tile, end);
+  while (tile <= first - kTileTokens && tile < end);
+  return tile;
+}
+
+// kFrom: whether there may be tokens at the begin that nobody sees.
+template <class Element, int kHeadDim, int kStages, int kWarps, int kStrands, bool kFrom>
 class StrandLoader {
  public:
   static constexpr int kRowNbytes = kHeadDim * int(sizeof(Element));
@@ -42,22 +51,24 @@ class StrandLoader {
     values_ = static_cast<const char*>(kv_.value.data) + kv_head * kv_.value.stride_head + piece * 16;
   }
 
-  // Begins the tokens [begin, end), where `begin` is that of a chunk. Once.
-  __device__ __forceinline__ void start(int begin, int end) {
-    token_ += begin;
+  // Begins the tokens [begin, end), where `begin` is that of a chunk. Once. Nobody sees those before `first`:
+  // they are not read, here and in next().
+  __device__ __forceinline__ void start(int begin, int first, int end) {
+    const bool later = kFrom && begin <= first - kTileTokens;
+    token_ += later ? next_tile<kStrands>(begin, first, end) : begin;
     end_ = end;
-    ahead_ = look_up();
+    ahead_ = look_up(first);
 #pragma unroll
-    for (int s = 0; s < kStages - 1; s++) refill(s);
+    for (int s = 0; s < kStages - 1; s++) refill(s, first);
     stage_ = 0;
   }
 
   // Moves on to the next tile: waits until it is there for all warps, which then have all read the one
   // before, and has that one's slot filled anew.
-  __device__ __forceinline__ void next() {
+  __device__ __forceinline__ void next(int first) {
     ptx::cp_wait<kStages - 2>();
     __syncthreads();
-    refill(stage_ == 0 ? kStages - 1 : stage_ - 1);
+    refill(stage_ == 0 ? kStages - 1 : stage_ - 1, first);
   }
   __device__ __forceinline__ SharedSlot keys() const { return slot(stage_); }
   __device__ __forceinline__ SharedSlot values() const { return slot(kStages + stage_); }
@@ -79,16 +90,20 @@ class StrandLoader {
     int token;
   };
 
-  __device__ __forceinline__ Row look_up() {
+  __device__ __forceinline__ Row look_up(int first) {
     const int token = token_, row = token & (kTileTokens - 1);
+    if constexpr (kFrom) {
+      token_ = next_tile<kStrands>(token - row, first, end_) + row;
+      return {table_.find(max(token, first), end_), token};  // in place of what nobody sees, the first
+    }
     token_ = next_tile<kStrands>(token - row, end_) + row;
     return {table_.find(token, end_), token};
   }
 
   // Asks for the next tile, whose block ids were read one tile ago, and those of the one after it are now.
-  __device__ __forceinline__ void refill(int stage) {
+  __device__ __forceinline__ void refill(int stage, int first) {
     copy(ahead_, stage);
-    ahead_ = look_up();
+    ahead_ = look_up(first);
   }
 
   // Rows past the end and dims past the head are zeros, and not read.

@@ -32,8 +32,7 @@ struct AttentionPlan {
 };
 
 // With so many tiles of columns, a CTA's warps split the columns and share the keys (split_columns.cuh). Two
-// states of a column must fit in the registers, so that there is no such kernel for wider heads, nor for
-// rules.
+// states of a column must fit in the registers, so that there is no such kernel for wider heads.
 constexpr int kSplitColumnTiles = 8, kMaxSplitHeadDim = 128;
 // From so many places on a prefill keeps every multiprocessor busy without sharing chunks.
 constexpr int64_t kPrefillCtas = 264;
@@ -81,13 +80,13 @@ inline AttentionPlan plan_attention(const AttentionParams& op) {
   // shared, much.
   const bool few_tokens = op.cu_seqlens_q == nullptr || op.num_tokens <= 8 * num_seqs;
   const bool wide = group * op.num_tokens > 8 * num_seqs && op.dtype != DType::f32;
-  const bool split = wide && !few_tokens && !has_rules && head_dim <= kMaxSplitHeadDim &&
+  const bool split = wide && !few_tokens && head_dim <= kMaxSplitHeadDim &&
                      group * op.num_tokens >= 8 * kSplitColumnTiles * num_seqs &&
                      num_slots(kSplitColumnTiles) * kv.num_kv_heads >= (can_share ? 1 : 2) * kPrefillCtas;
   const int column_tiles = split ? kSplitColumnTiles : wide ? 2 : 1;
 
-  // The workspace is sized without knowing addresses, so that alignment has no say in what is shared. Nor may
-  // rules ask for more than a call without: what is split has more places than are shared without splitting.
+  // The workspace is sized without knowing addresses, so that alignment has no say in what is shared. Nor
+  // have rules, of which a caller who asks for the size says nothing.
   const int64_t enough = (split ? 2 : 1) * kPrefillCtas;
   plan.parallel = can_share && (few_tokens || num_slots(column_tiles) * kv.num_kv_heads < enough);
   if (!plan.parallel) plan.workspace_nbytes = 0;

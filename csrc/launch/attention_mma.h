@@ -17,20 +17,20 @@ void launch_attention_mma(const AttentionPlan& plan, const kernels::AttentionArg
     using Wide = MmaTile<T, kHeadDim, 2>;
     if (!plan.aligned)
       return launch_attention_walk<SplitKeys<Narrow, RowCopy::by_element, Rules::some>>(plan, args, stream);
-    if constexpr (kHeadDim <= kMaxSplitHeadDim)
-      if (plan.column_tiles == kSplitColumnTiles)
-        return launch_attention_walk<SplitColumns<Wide>>(plan, args, stream);
-    const auto split_keys = [&](auto rules) {
+    const auto launch = [&](auto rules) {
       constexpr Rules kRules = decltype(rules)::value;
+      if constexpr (kHeadDim <= kMaxSplitHeadDim)
+        if (plan.column_tiles == kSplitColumnTiles)
+          return launch_attention_walk<SplitColumns<Wide, kRules>>(plan, args, stream);
       if (plan.column_tiles == 1)
         launch_attention_walk<SplitKeys<Narrow, RowCopy::asynchronous, kRules>>(plan, args, stream);
       else
         launch_attention_walk<SplitKeys<Wide, RowCopy::asynchronous, kRules>>(plan, args, stream);
     };
     if (plan.ruled)
-      split_keys(std::integral_constant<Rules, Rules::some>());
+      launch(std::integral_constant<Rules, Rules::some>());
     else
-      split_keys(std::integral_constant<Rules, Rules::none>());
+      launch(std::integral_constant<Rules, Rules::none>());
   });
 }
 

@@ -12,6 +12,7 @@
 #include <string>
 #include <vector>
 
+#include "kernels/sight.cuh"
 #include "kernels/strand_loader.cuh"
 #include "kernels/work_line.cuh"
 #include "launch/attention_launch.h"
@@ -97,7 +98,7 @@ void workspace() {
     // Callers ask for the workspace without saying what rules there will be.
     p.rules.window = 9;
     const AttentionPlan ruled = launch::plan_attention(p);
-    CHECK(ruled.ruled && ruled.workspace_nbytes <= aligned.workspace_nbytes);
+    CHECK(ruled.ruled && ruled.workspace_nbytes == odd.workspace_nbytes);
   }
 }
 
@@ -140,11 +141,11 @@ void columns() {
   CHECK(!launch::plan_attention(shapes(1, 1024, 8, 4, 512, false)).parallel, "enough");
   CHECK(tiles(shapes(1, 1023, 8, 4, 32, false)) == 2 && tiles(shapes(1, 1024, 8, 4, 32, false)) == 8,
         "one chunk is not shared");
-  // Rules: a kernel of their own, which has no registers for 64 columns. A sink needs none.
+  // Rules have kernels of their own, but no say in the shape. A sink needs none.
   AttentionParams ruled = shapes(1, 4096, 8, 4, 8192, false), sunk = ruled;
   ruled.rules.soft_cap = 30.f;
   sunk.rules.sinks = &kOne;
-  CHECK(launch::plan_attention(ruled).ruled && tiles(ruled) == 2);
+  CHECK(launch::plan_attention(ruled).ruled && tiles(ruled) == 8);
   CHECK(!launch::plan_attention(sunk).ruled && tiles(sunk) == 8);
 }
 
@@ -160,6 +161,21 @@ void strands() {
           if (chunk + i * kernels::kTileTokens < end) wanted.push_back(chunk + i * kernels::kTileTokens);
     for (int tile = first; tile < end; tile = kernels::next_tile<4>(tile, end)) actual.push_back(tile);
     CHECK(actual == wanted, "from ", first, " to ", end);
+    const int seen = first + uniform(0, kernels::kChunkTokens - 1);
+    std::erase_if(wanted, [&](int tile) { return tile + kernels::kTileTokens <= seen; });
+    actual.clear();
+    for (int tile = first + kernels::kTileTokens <= seen ? kernels::next_tile<4>(first, seen, end) : first;
+         tile < end; tile = kernels::next_tile<4>(tile, seen, end))
+      actual.push_back(tile);
+    CHECK(actual == wanted, "from ", first, " to ", end, ", seen from ", seen);
+    for (int strand = 0; strand < 4; strand++) {
+      const int tile = kernels::first_tile(first, strand, 4 * kernels::kTileTokens, seen);
+      const auto mine = [&](int t) {
+        return t < first + kernels::kChunkTokens && t / kernels::kTileTokens % 4 == strand;
+      };
+      const auto found = std::find_if(wanted.begin(), wanted.end(), mine);
+      CHECK(found == wanted.end() ? tile >= std::min(end, first + kernels::kChunkTokens) : tile == *found);
+    }
     for (int tile : {first, first + kernels::kChunkTokens - kernels::kTileTokens})
       CHECK(tile < end || kernels::next_tile<4>(tile, end) >= end, "past the end it stays there");
   }
@@ -491,15 +507,13 @@ void plans(DType dtype, int head_dim, int value_head_dim, int group, const std::
   std::vector<float> first_lse;
   std::vector<int> all_tiles{1};
   if (dtype != DType::f32) all_tiles.push_back(2);
-  const bool ruled = launch::plan_attention(problem.p).ruled;
-  if (dtype != DType::f32 && !ruled && std::max(head_dim, value_head_dim) <= launch::kMaxSplitHeadDim)
+  if (dtype != DType::f32 && std::max(head_dim, value_head_dim) <= launch::kMaxSplitHeadDim)
     all_tiles.push_back(launch::kSplitColumnTiles);
   const auto chips = what == "many" ? std::vector{0, 5} : std::vector{0, 1, 2, 5, 132};
   for (const bool aligned : {true, false})
     for (const int column_tiles : aligned ? all_tiles : std::vector<int>{1})
       for (const int multiprocessors : chips) {
-        const bool split = column_tiles == launch::kSplitColumnTiles;
-        problem.run(aligned, column_tiles, multiprocessors, !split && multiprocessors == 5);
+        problem.run(aligned, column_tiles, multiprocessors, multiprocessors == 5);
         const std::vector<float>& lse = problem.lse;
         if (first_out.empty()) first_out = problem.out, first_lse = lse;
         const auto which = concat("aligned ", aligned, ", column tiles ", column_tiles, ", multiprocessors ",
@@ -519,8 +533,7 @@ void poison(DType dtype, const std::string& rules) {
   const int size = itemsize(dtype), group = 3;
   const std::vector<unsigned char> clean_value = problem.value;
   for (int round = 0; round < 48; round++) {
-    const int most = rules == "plain" ? launch::kSplitColumnTiles : 2;
-    const int column_tiles = dtype == DType::f32 ? 1 : std::array{1, 2, most}[round % 3];
+    const int column_tiles = dtype == DType::f32 ? 1 : std::array{1, 2, launch::kSplitColumnTiles}[round % 3];
     problem.value = clean_value;
     problem.run(true, column_tiles, 0);
     const std::vector<unsigned char> clean_out = problem.out;

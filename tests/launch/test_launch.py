@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -31,18 +32,27 @@ SHAPES = [(64, 64, 1), (40, 64, 8), (128, 80, 5), (256, 256, 3), (192, 136, 9)]
 
 
 @pytest.fixture(scope="session")
-def driver(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """All that the driver is linked from, by source."""
     folder = tmp_path_factory.mktemp("launch")
     sources = [*sorted((CSRC / "launch").glob("*.cu")), Path(__file__).with_name("launch_driver.cpp")]
-    return link(
-        [*emulator_objects(folder / "emulator"), *compile_objects(sources, folder, FLAGS)], folder / "driver"
+    compiled = dict(zip([s.name for s in sources], compile_objects(sources, folder, FLAGS), strict=True))
+    return compiled | {path.name: path for path in emulator_objects(folder / "emulator")}
+
+
+@pytest.fixture(scope="session")
+def driver(objects: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return link([*objects.values()], tmp_path_factory.mktemp("driver") / "driver")
+
+
+def run(driver: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [driver, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False
     )
 
 
 def check(driver: Path, *arguments: object) -> None:
-    result = subprocess.run(
-        [driver, *map(str, arguments)], capture_output=True, text=True, timeout=300, check=False
-    )
+    result = run(driver, *arguments)
     assert result.returncode == 0, f"{result.stdout}{result.stderr}"
 
 
@@ -105,3 +115,66 @@ def test_no_plan_changes_a_bit_of_a_long_sequence(driver: Path, dtype: str) -> N
 def test_one_bad_element_shows_where_it_is_seen(driver: Path, dtype: str, rules: str) -> None:
     """Not whole rows: a look at every second element would pass those."""
     check(driver, "poison", dtype, rules)
+
+
+# What to change in a file of csrc/kernels, what to compile anew, and which check has to fail then.
+FAULTS = [
+    (
+        "sight.cuh",
+        "~lowest_bits(column.first - first_token)",
+        "~0u",
+        ["attention_f16.cu"],
+        ("poison", "float16", "window"),
+    ),
+    (  # columns that see the same and have others between them are added up twice
+        "attention_mma.cuh",
+        "unsigned(n * 8 + t_ * 2 + (e & 1) - first) < unsigned(end - first)",
+        "sight.seen(n * 8 + t_ * 2 + (e & 1), first_token) == seen",
+        ["attention_f16.cu"],
+        ("poison", "float16", "tree"),
+    ),
+    (  # branches outside the window
+        "sight.cuh",
+        "if (column.place - places.place(i) >= rules.window)",
+        "if (false)",
+        ["attention_f16.cu"],
+        ("poison", "float16", "tree"),
+    ),
+    (  # the line of work and the CTAs on it count chunks from different begins
+        "work_list.cuh",
+        "chunks_origin(Places{a, columns}.first_seen())",
+        "0",
+        ["attention.cu"],
+        ("plans", "float16", 40, 64, 8, "decode", "causal", "window"),
+    ),
+    (  # a tile that only the first columns see wholly
+        "sight.cuh",
+        "begin() + token(tile.num_columns - 1)",
+        "begin() + token(0)",
+        ["attention_f16.cu"],
+        ("plans", "float16", 128, 80, 5, "many", "causal", "window"),
+    ),
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("file", "right", "wrong", "sources", "arguments"), FAULTS, ids=lambda x: str(x)[:30]
+)
+def test_planted_fault_is_seen(
+    objects: dict[str, Path],
+    tmp_path: Path,
+    file: str,
+    right: str,
+    wrong: str,
+    sources: list[str],
+    arguments: tuple[object, ...],
+) -> None:
+    include = tmp_path / "csrc"
+    shutil.copytree(CSRC, include)
+    text = (CSRC / "kernels" / file).read_text()
+    assert text.count(right) == 1
+    (include / "kernels" / file).write_text(text.replace(right, wrong))
+    changed = compile_objects([include / "launch" / name for name in sources], tmp_path, FLAGS, include)
+    faulty = link([*(objects | dict(zip(sources, changed, strict=True))).values()], tmp_path / "driver")
+    assert run(faulty, *arguments).returncode != 0
