@@ -367,6 +367,11 @@ const std::map<std::string, std::function<void()>> kOps{
        const Rules rules{.window = 524, .tree = true};
        attention(DType::f16, {1040, 20}, {20, 6}, 1, 2, 64, 7, false, false, &rules);
      }},
+    {"prefill_f16_split_tree",
+     [] {
+       const Rules rules{.window = 524, .tree = true};
+       attention(DType::f16, {1040, 40}, {20, 33}, 1, 4, 64, 7, false, true, &rules);
+     }},
     {"prefill_f32_tree",
      [] {
        const Rules rules{.tree = true};
