@@ -10,6 +10,10 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+
+import paged_ops
+
 ROOT = Path(__file__).resolve().parents[1]
 MAX_LINES = 600
 
@@ -49,7 +53,9 @@ def sources(*folders: str, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 CXX = sources("csrc", suffixes=(".h", ".cpp", ".cu", ".cuh", ".inl"))
-PYTHON = sources("paged_ops", "reference_engine", "tests", "bench", "tools", "setup.py", suffixes=(".py",))
+PYTHON = sources(
+    "paged_ops", "reference_engine", "tests", "bench", "examples", "tools", "setup.py", suffixes=(".py",)
+)
 
 
 @functools.cache
@@ -183,13 +189,17 @@ def test_paged_ops_knows_no_engine() -> None:
 
 
 def test_paged_ops_imports_frameworks_only_where_they_are_used() -> None:
-    """Inside functions, or in the module that registers the ops with torch."""
+    """Inside functions, or in modules that are nothing without one and that nothing imports by itself."""
     allowed = set(sys.stdlib_module_names) | {"numpy", "paged_ops"}
     wrong = []
     for path in under("paged_ops"):
         also = {"torch"} if path.name == "_torch.py" else set()
         if path.parts[1] == "testing":
             also = {"ml_dtypes"}
+        if path.parts[1] == "compat":
+            also = {"torch"}
+        if path.parts[1] == "integrations":
+            also = {"torch", "transformers"}
         wrong += [
             f"{path} imports {m}" for m, at_once in imports(path) if at_once and top(m) not in allowed | also
         ]
@@ -211,12 +221,32 @@ def test_the_pure_part_of_the_engine_is_pure() -> None:
     assert not wrong
 
 
-def test_compat_calls_public_ops_only() -> None:
+@pytest.mark.parametrize("folder", ["compat", "integrations"])
+def test_compat_calls_public_ops_only(folder: str) -> None:
+    """What engines may use, these use: `paged_ops` itself and the names it exports, and their own folder."""
+    own, paths = f"paged_ops.{folder}", under("paged_ops", folder)
+    allowed = {"paged_ops"} | {f"paged_ops.{name}" for name in paged_ops.__all__}
+    wrong = []
+    for path in paths:
+        for module, _ in imports(path):
+            inside = module == own or module.startswith(f"{own}.")
+            if top(module) == "paged_ops" and module not in allowed and not inside:
+                wrong.append(f"{path} imports {module}")
+        for node in ast.walk(ast.parse(text_of(path))):
+            named = isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)
+            if named and node.value.id == "paged_ops" and node.attr not in paged_ops.__all__:
+                wrong.append(f"{path} uses paged_ops.{node.attr}")
+    assert paths and not wrong
+
+
+def test_nothing_imports_the_ways_in_by_itself() -> None:
+    """Whoever wants compat or an integration imports it: the rest of the package does without."""
     wrong = [
         f"{path} imports {module}"
-        for path in under("paged_ops", "compat")
+        for path in under("paged_ops")
+        if path.parts[1] not in ("compat", "integrations")
         for module, _ in imports(path)
-        if re.match(r"paged_ops\.(_|testing)", module)
+        if re.match(r"paged_ops\.(compat|integrations)\b", module)
     ]
     assert not wrong
 
@@ -229,7 +259,7 @@ def run_python(code: str) -> str:
 
 def test_importing_is_light() -> None:
     for module in ("paged_ops", "paged_ops.reference"):
-        heavy = "{'torch', 'cupy', 'jax', 'ml_dtypes'}"
+        heavy = "{'torch', 'cupy', 'jax', 'ml_dtypes', 'transformers'}"
         assert run_python(f"import sys, {module}; print(len({heavy} & set(sys.modules)))") == "0", module
 
 

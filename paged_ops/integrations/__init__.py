@@ -1,0 +1,1 @@
+"""Other libraries' models running on the public ops. Nothing here is imported unless asked for."""
