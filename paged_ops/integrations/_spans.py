@@ -23,10 +23,10 @@ class Spans:
     tables: dict[tuple[int, int], torch.Tensor] = field(default_factory=dict)  # block tables, by key strides
 
 
-def of_shape(batch: int, q_len: int, end: int | torch.Tensor, *, causal: bool, device: torch.device) -> Spans:
+def of_shape(batch: int, end: int | torch.Tensor, *, causal: bool, device: torch.device) -> Spans:
     """No padding: every sequence is its keys up to ``end``."""
     lengths = torch.zeros(batch, dtype=torch.int64, device=device) + end
-    return Spans(None, lengths, causal=causal and q_len > 1)
+    return Spans(None, lengths, causal=causal)
 
 
 def of_mask(mask: torch.Tensor, end: int | torch.Tensor) -> Spans:
@@ -52,7 +52,7 @@ def of_mask(mask: torch.Tensor, end: int | torch.Tensor) -> Spans:
         wanted &= key > own[:, None] - window
     known = real.any(1) | (count == 0).all(1)
     if bool((((wanted == mask) | ~real[..., None]).all((1, 2)) & known).all()):
-        return Spans(starts, (end - starts).clamp(min=0), causal=q_len > 1, window=window or None)
+        return Spans(starts, (end - starts).clamp(min=0), causal=True, window=window or None)
 
     lengths = count.max(1).values
     starts = torch.where(lengths > 0, starts, 0)

@@ -74,7 +74,7 @@ def paged_ops_mask(
     assert mask is not None
     end = q_offset - kv_offset + q_length
     if attention_mask is None and mask_function is causal_mask_function:  # known without reading
-        spans = _spans.of_shape(batch_size, q_length, end, causal=True, device=mask.device)
+        spans = _spans.of_shape(batch_size, end, causal=True, device=mask.device)
     else:
         spans = _spans.of_mask(mask[:, 0], end)
     setattr(mask, _SPANS, spans)
@@ -111,7 +111,7 @@ def paged_ops_attention(
     spans = getattr(attention_mask, _SPANS, None)
     if attention_mask is None:
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-        spans = _spans.of_shape(batch, q_len, kv_len, causal=causal, device=query.device)
+        spans = _spans.of_shape(batch, kv_len, causal=causal, device=query.device)
         if sliding_window is not None and causal:
             spans.window = sliding_window
     elif spans is None:

@@ -90,6 +90,15 @@ def test_the_bound_by_shapes_gives_the_same_result() -> None:
     assert torch.equal(wrapper.run(given.q, given.cache), narrow)
 
 
+def test_tables_name_pages_that_exist_past_a_sequence() -> None:
+    """On a GPU, where nobody checks, a length that is too large must stay inside the cache."""
+    given = flashinfer_case(DECODE)
+    indices = int32(5, 3, 1, 2, 6, 4)
+    wrapper = decode_plan(given.workspace(), (int32(0, 2, 5, 5, 6), indices, given.last_page_len), given)
+    assert wrapper._kept["block_tables"].tolist() == [[5, 3, 0], [1, 2, 6], [0, 0, 0], [4, 0, 0]]
+    assert wrapper._kept["seq_lens"].tolist() == [20, 37, 0, 16]
+
+
 def test_tables_on_the_host_may_be_int64() -> None:
     given = flashinfer_case(DECODE)
     table = [tensor.long() for tensor in given.table]

@@ -314,6 +314,9 @@ def test_spans_of_masks() -> None:
     # A static cache: keys behind the last query's own are not there yet.
     spans = _spans.of_mask(torch.cat([padded, torch.zeros(2, 5, 4, dtype=torch.bool)], dim=2), 9)
     assert spans.lengths.tolist() == [6, 3]
+    # And a sequence that is all padding.
+    spans = _spans.of_mask(torch.zeros(1, 5, 13, dtype=torch.bool), 9)
+    assert spans.lengths.tolist() == [0]
     spans = _spans.of_mask((torch.arange(9) < 4).expand(2, 5, 9), 9)
     assert not spans.causal and spans.lengths.tolist() == [4, 4] and spans.starts.tolist() == [0, 0]
 
