@@ -9,10 +9,10 @@ import sys
 try:
     import torch
     from transformers import LlamaConfig, LlamaForCausalLM
+
+    import paged_ops.integrations.transformers  # noqa: F401  # registers the name
 except ImportError as error:
     sys.exit(f"transformers_generate: needs torch and transformers ({error})")
-
-import paged_ops.integrations.transformers  # noqa: F401  # registers the name
 
 torch.manual_seed(0)
 config = LlamaConfig(

@@ -251,6 +251,19 @@ def test_nothing_imports_the_ways_in_by_itself() -> None:
     assert not wrong
 
 
+def test_every_package_is_installed() -> None:
+    """A folder that pyproject.toml does not list works here and is missing from the wheel."""
+    (listed,) = re.findall(
+        r"^packages = \[(.*?)\]", text_of(Path("pyproject.toml")), re.MULTILINE | re.DOTALL
+    )
+    packages = {
+        ".".join(path.parent.parts)
+        for path in under("paged_ops") + under("reference_engine")
+        if path.name == "__init__.py"
+    }
+    assert set(re.findall(r'"([^"]+)"', listed)) == packages
+
+
 def run_python(code: str) -> str:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=ROOT, check=False)
     assert done.returncode == 0, done.stderr

@@ -18,15 +18,23 @@ before any attention function sees them.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 import torch
+import transformers
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
 import paged_ops
 from paged_ops.integrations import _spans
 from paged_ops.integrations._spans import Spans
+
+if "q_offset" not in inspect.signature(sdpa_mask).parameters:
+    raise ImportError(
+        "paged_ops.integrations.transformers: needs a version of transformers whose masks take q_offset, as "
+        f"those of 5.24 do; this is {transformers.__version__}"
+    )
 
 NAME = "paged_ops"
 
@@ -170,9 +178,8 @@ def _pages(
     if (pitch, kv_len) not in spans.tables:
         token = torch.arange(kv_len, device=key.device)
         first = torch.arange(batch, device=key.device) * pitch + spans.starts
-        # Past a sequence's end nothing is read; the last page stands there, so that all are pages.
-        last = (batch - 1) * pitch + kv_len - 1
-        spans.tables[pitch, kv_len] = (first[:, None] + token).clamp(max=last).to(torch.int32)
+        # Past a sequence's end there may be no such pages; nothing is read there.
+        spans.tables[pitch, kv_len] = (first[:, None] + token).to(torch.int32)
     return _token_pages(key, pitch), _token_pages(value, pitch), spans.tables[pitch, kv_len]
 
 

@@ -12,10 +12,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 transformers = pytest.importorskip("transformers")
+integration = pytest.importorskip("paged_ops.integrations.transformers", exc_type=ImportError)
 
 import paged_ops  # noqa: E402
 from paged_ops.integrations import _spans  # noqa: E402
-from paged_ops.integrations import transformers as integration  # noqa: E402
 from paged_ops.testing.backends import Target  # noqa: E402
 
 VOCAB = 256
@@ -142,15 +142,23 @@ def test_a_row_of_nothing_but_padding() -> None:
     assert ours.isfinite().all()
 
 
-def test_a_prompt_in_chunks() -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="full"),
+        # Whose cache forgets keys: the first one held is not the first of the sequence.
+        pytest.param(dict(kind="Mistral", sliding_window=8), id="sliding", marks=needs("window")),
+    ],
+)
+def test_a_prompt_in_chunks(settings: dict[str, Any]) -> None:
     """Several query tokens behind a cache."""
     inputs = prompts(3, 30, padding=(0, 5, 13))
     forward = inspect.signature(transformers.LlamaForCausalLM.forward).parameters
     cache_name = "cache" if "cache" in forward else "past_key_values"  # as newer and older versions call it
 
     def run(model: Any) -> Any:
-        cache, parts = transformers.DynamicCache(), []
-        for begin, end in ((0, 11), (11, 12), (12, 30)):
+        cache, parts = transformers.DynamicCache(config=model.config), []
+        for begin, end in ((0, 11), (11, 12), (12, 18), (18, 30)):
             parts.append(
                 model(
                     input_ids=inputs["input_ids"][:, begin:end],
@@ -161,7 +169,7 @@ def test_a_prompt_in_chunks() -> None:
             )
         return torch.cat(parts, dim=1)
 
-    eager, ours = both(small_model(), run)
+    eager, ours = both(small_model(**settings), run)
     require_same_logits(eager, ours, inputs["attention_mask"].bool())
 
 
@@ -253,7 +261,7 @@ def tensors(batch: int = 2, q_len: int = 5, kv_len: int = 9) -> list[torch.Tenso
 def dense(query: Any, key: Any, value: Any, seen: Any) -> Any:
     """float64, keys that are not seen left out of the softmax."""
     key, value = (x.double().repeat_interleave(2, dim=1) for x in (key, value))
-    logits = query.double() @ key.transpose(2, 3) / 4
+    logits = query.double() @ key.transpose(2, 3) * 0.4
     logits = logits.masked_fill(~seen, -torch.inf)
     return (logits.softmax(-1) @ value).transpose(1, 2)
 
@@ -267,10 +275,34 @@ def test_without_a_mask_the_module_says_whether_it_is_causal() -> None:
         (False, torch.ones(5, 9, dtype=torch.bool)),
     ):
         out, weights = integration.paged_ops_attention(
-            Module(), query, key, value, None, scaling=0.25, is_causal=is_causal
+            Module(), query, key, value, None, scaling=0.4, is_causal=is_causal
         )
         assert weights is None and out.shape == (2, 5, 4, 24)
         torch.testing.assert_close(out.double(), dense(query, key, value, seen), rtol=1e-5, atol=1e-5)
+
+
+@needs("window")
+@pytest.mark.parametrize("sliding_window", [1, 3, 8])
+def test_without_a_mask_a_window_is_the_layers(sliding_window: int) -> None:
+    query, key, value = tensors()
+    own = torch.arange(4, 9)[:, None]
+    seen = (torch.arange(9) <= own) & (torch.arange(9) > own - sliding_window)
+    out, _ = integration.paged_ops_attention(
+        Module(), query, key, value, None, scaling=0.4, sliding_window=sliding_window
+    )
+    torch.testing.assert_close(out.double(), dense(query, key, value, seen), rtol=1e-5, atol=1e-5)
+
+
+def test_layers_share_a_mask_and_not_their_strides() -> None:
+    query, key, value = tensors()
+    mask = integration.paged_ops_mask(
+        2, 5, 9, q_offset=4, attention_mask=torch.arange(9) >= torch.tensor([[3], [0]])
+    )
+    wanted = dense(query, key, value, mask)
+    wide = [torch.nn.functional.pad(x, (0, 0, 0, 4), value=torch.nan)[:, :, :9] for x in (key, value)]
+    for caches in ((key, value), wide, (key, value)):
+        out, _ = integration.paged_ops_attention(Module(), query, *caches, mask, scaling=0.4)
+        torch.testing.assert_close(out.double(), wanted, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["contiguous", "sliced", "tokens first", "pitches differ", "no pitch"])
@@ -298,7 +330,7 @@ def test_caches_of_any_strides(kind: str) -> None:
         )
     )
     assert (copies == 0) == (kind in ("contiguous", "sliced", "tokens first"))
-    out, _ = integration.paged_ops_attention(Module(), query, key, value, seen, scaling=0.25)
+    out, _ = integration.paged_ops_attention(Module(), query, key, value, seen, scaling=0.4)
     torch.testing.assert_close(out.double(), dense(query, key, value, seen), rtol=1e-5, atol=1e-5)
 
 
