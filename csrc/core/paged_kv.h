@@ -38,7 +38,7 @@ struct PagedKV {
   int32_t key_head_dim;
   int32_t value_head_dim;
   DType dtype;
-  ScaleView key_scale, value_scale;  // [num_blocks, block_size, num_kv_heads]
+  ScaleView key_scale{}, value_scale{};  // [num_blocks, block_size, num_kv_heads]
 };
 
 // Where a sequence's tokens lie: row s of `block_tables` lists the blocks of sequence s in order.

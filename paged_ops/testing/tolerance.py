@@ -42,8 +42,11 @@ def unit_roundoff(dtype: str) -> float:
 
 
 def smallest_step(dtype: str) -> float:
-    """The distance between subnormals, below which roundoff is not relative any more."""
-    return {"float32": 2.0**-149, "float16": 2.0**-24, "bfloat16": 2.0**-133}[dtype]
+    """What may be lost of any number: the distance between subnormals, below which roundoff is not relative.
+
+    Of float32 it is all of them, for exponentials below 2^-126 are 0.
+    """
+    return {"float32": 2.0**-126, "float16": 2.0**-24, "bfloat16": 2.0**-133}[dtype]
 
 
 @dataclass(frozen=True)

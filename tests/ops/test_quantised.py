@@ -149,6 +149,7 @@ def test_torch_tensors_eager_and_compiled(target: Target, cache_dtype: str, scal
 
     with target.use():
         assert arrays.same_bits(wanted[0], step(tensors)[0])
+        torch._dynamo.reset()
         compiled = torch.compile(step, fullgraph=True, backend="aot_eager")
         for want, actual in zip(wanted, compiled(tensors), strict=True):
             assert arrays.same_bits(want, actual)
