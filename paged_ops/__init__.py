@@ -2,6 +2,7 @@
 
 from paged_ops import _torch_hook
 from paged_ops._version import __version__
+from paged_ops.cascade import common_prefix_blocks, paged_attention_shared_prefix
 from paged_ops.ops import (
     Support,
     copy_blocks,
@@ -24,12 +25,14 @@ __all__ = [
     "Support",
     "__version__",
     "allocate_kv_pool",
+    "common_prefix_blocks",
     "copy_blocks",
     "gather_kv_cache",
     "get_num_threads",
     "merge_attention_states",
     "paged_attention",
     "paged_attention_decode",
+    "paged_attention_shared_prefix",
     "set_num_threads",
     "supports",
     "swap_blocks",

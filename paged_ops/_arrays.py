@@ -98,3 +98,30 @@ def current_stream(array: Any, device: int) -> int:
     if kind == "torch":
         return int(sys.modules["torch"].cuda.current_stream(device).cuda_stream)
     return 0
+
+
+def int32_range(like: Any, start: int, stop: int, step: int) -> Any:
+    """`arange` where ``like`` lies, made there: no copy from the host to wait for."""
+    if on_host(like):
+        return np.arange(start, stop, step, dtype=np.int32)
+    if _module_of(like) == "cupy":
+        cupy = sys.modules["cupy"]
+        with like.device:
+            return cupy.arange(start, stop, step, dtype=np.int32)
+    torch = sys.modules["torch"]
+    return torch.arange(start, stop, step, dtype=torch.int32, device=like.device)
+
+
+def on_host(array: Any) -> bool:
+    """Whether the array's numbers can be read without asking a device."""
+    if isinstance(array, np.ndarray):
+        return True
+    device = getattr(array, "device", None)
+    return str(getattr(device, "type", device)) == "cpu"
+
+
+def to_host(array: Any) -> np.ndarray[Any, Any]:
+    """The array's numbers in NumPy; of a device's they are fetched, which waits for it."""
+    if not on_host(array):
+        array = array.get() if hasattr(array, "get") else array.cpu()
+    return np.asarray(array)

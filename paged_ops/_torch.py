@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from paged_ops import _backend, ops
+from paged_ops import _backend, cascade, ops
 
 _LIBRARY = torch.library.Library("paged_ops", "DEF")
 
@@ -100,6 +100,11 @@ def _fake_gather_out(
     return seq_lens.new_empty((seq_lens.shape[0] + 1,))
 
 
+def _shared_prefix(*arguments: Any) -> None:
+    attend: Callable[..., Any] = cascade.attend_in_parts
+    attend(*arguments[:-1], False, _check(arguments[-1]))
+
+
 _TABLE: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     (
         "attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
@@ -135,6 +140,14 @@ _TABLE: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
         "Tensor(a!) key, Tensor(b!) value, bool? check) -> Tensor",
         _gather_out,
         _fake_gather_out,
+    ),
+    (
+        "attention_shared_prefix(Tensor query, Tensor key_cache, Tensor value_cache, "
+        "Tensor shared_block_table, SymInt shared_len, Tensor block_tables, Tensor seq_lens, "
+        "Tensor? cu_seqlens_q, Scalar? scale, Scalar? soft_cap, Tensor? sinks, Tensor(a!) out, "
+        "Tensor(b!)? lse, bool? check) -> ()",
+        _shared_prefix,
+        _nothing,
     ),
 )
 
@@ -275,6 +288,38 @@ class _TracedOps:
             key_cache, value_cache, block_tables, seq_lens, key, value, check
         )
         return key, value, cu_seqlens
+
+    @staticmethod
+    def shared_prefix(
+        query: Any,
+        key_cache: Any,
+        value_cache: Any,
+        shared_block_table: Any,
+        shared_len: int,
+        block_tables: Any,
+        seq_lens: Any,
+        cu_seqlens_q: Any,
+        scale: float | None,
+        soft_cap: float | None,
+        sinks: Any,
+        out: Any,
+        lse: Any,
+        return_lse: bool,
+        check: bool | None,
+    ) -> Any:
+        tables = shared_block_table, shared_len, block_tables, seq_lens, cu_seqlens_q
+        if scale is not None and not isinstance(scale, (int, float)):
+            scale = _real("scale", scale)
+        if soft_cap is not None and not isinstance(soft_cap, (int, float)):
+            soft_cap = _real("soft_cap", soft_cap)
+        if out is None:
+            out = query.new_empty((*query.shape[:2], value_cache.shape[3]))
+        if lse is None and return_lse:
+            lse = query.new_empty(query.shape[:2], dtype=torch.float32)
+        torch.ops.paged_ops.attention_shared_prefix(
+            query, key_cache, value_cache, *tables, scale, soft_cap, sinks, out, lse, check
+        )
+        return (out, lse) if return_lse else out
 
 
 # Looked up once, and the cheapest that tell: every eager call asks. What else sets `torch.compiler`'s flag,

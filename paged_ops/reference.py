@@ -450,6 +450,54 @@ def allocate_kv_pool(
     return KVPool(np.zeros((num_blocks, num_layers, 2, *inner, head_dim), dtype), layout)
 
 
+# --- attention over a prefix that sequences share -------------------------------------------------------
+
+
+def paged_attention_shared_prefix(
+    query: ArrayLike,
+    key_cache: ArrayLike,
+    value_cache: ArrayLike,
+    shared_block_table: ArrayLike,
+    shared_len: int,
+    block_tables: ArrayLike,
+    seq_lens: ArrayLike,
+    cu_seqlens_q: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    soft_cap: float | None = None,
+    sinks: ArrayLike | None = None,
+    return_lse: bool = False,
+) -> Any:
+    """Causal attention of sequences whose first `shared_len` tokens lie in the same blocks.
+
+    shared_block_table `[>= shared_len / block_size]` int32; shared_len a multiple of block_size; block_tables
+    and seq_lens as in `paged_attention`, the shared blocks and tokens included; cu_seqlens_q None is decode.
+
+        attention(block_tables with the shared blocks in their first columns, seq_lens)
+
+    which equals the merge of the states over the shared keys and over the rest; the sinks count once.
+    """
+    num_shared, rest = divmod(shared_len, np.asarray(key_cache).shape[1])
+    if rest or shared_len < 0:
+        raise ValueError(f"shared_len: got {shared_len}, wanted a multiple of the block size")
+    tables = np.array(block_tables)
+    tables[:, :num_shared] = np.asarray(shared_block_table)[:num_shared]
+    if cu_seqlens_q is None:
+        cu_seqlens_q = np.arange(len(tables) + 1)
+    return paged_attention(
+        query,
+        key_cache,
+        value_cache,
+        tables,
+        seq_lens,
+        cu_seqlens_q,
+        scale=scale,
+        soft_cap=soft_cap,
+        sinks=sinks,
+        return_lse=return_lse,
+    )
+
+
 # --- shared ---------------------------------------------------------------------------------------------
 
 

@@ -84,12 +84,7 @@ class Expected:
 def expected_attention(inputs: Inputs) -> Expected:
     """What attention over these (numpy) inputs has to give."""
     case = inputs.case
-    # |v| beside v: one pass over the keys gives sum_j p_j v_j and sum_j p_j |v_j|.
-    values = reference.dequantise(inputs.value_cache, inputs.v_scale)
-    beside = np.concatenate([values, np.abs(values)], axis=3)
-    both, lse = replace(inputs, value_cache=beside, v_scale=None).attention(reference)
-    out, weight = np.split(both, 2, axis=2)
-
+    out, lse, weight = _attention_and_weight(inputs)
     relative = _exponential_error(inputs)[..., None]
     u = unit_roundoff(case.dtype)
     rounded_probability = u if case.dtype != "float32" else 0.0
@@ -106,6 +101,38 @@ def expected_merge(out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, dtype: str) -
     relative = FLOAT32_ROUNDOFF * (8 + 4 * np.maximum.reduce(finite))
     out_bound = unit_roundoff(dtype) * np.abs(out) + 2 * relative[..., None] * weight + smallest_step(dtype)
     return Expected(out, lse, out_bound, relative)
+
+
+def expected_shared_prefix(inputs: Inputs, num_shared: int) -> Expected:
+    """What attention in two parts has to give, over so many first blocks that the tables have in common.
+
+    To the bounds of attention in one part come the rounding of each part's output, `u sum_j p_j |v_j|`, the
+    errors `r` of the parts' LSEs, which are their weights, and those of the merge.
+    """
+    case, whole = inputs.case, expected_attention(inputs)
+    _, _, weight = _attention_and_weight(inputs)
+    shared_len = num_shared * case.block_size
+    tails = inputs.block_tables[:, num_shared:], (inputs.seq_lens - shared_len).astype(np.int32)
+    tail = replace(inputs, block_tables=tails[0], seq_lens=tails[1])
+    _, tail_lse = tail.attention(reference)
+    sizes = [np.where(np.isfinite(x), np.abs(x), 0.0) for x in (whole.lse, tail_lse)]
+    # The shared part's LSE lies below the whole's, by as much as would make it count for nothing or less.
+    merging = FLOAT32_ROUNDOFF * (8 + 4 * np.maximum.reduce(sizes))
+    relative = _exponential_error(inputs) + merging
+    return replace(
+        whole,
+        out_bound=whole.out_bound + (unit_roundoff(case.dtype) + 2 * relative[..., None]) * weight,
+        lse_bound=whole.lse_bound + relative,
+    )
+
+
+def _attention_and_weight(inputs: Inputs) -> tuple[F64, F64, F64]:
+    """The oracle's out and lse, and sum_j p_j |v_j|: |v| beside v, so that one pass over the keys does."""
+    values = reference.dequantise(inputs.value_cache, inputs.v_scale)
+    beside = np.concatenate([values, np.abs(values)], axis=3)
+    both, lse = replace(inputs, value_cache=beside, v_scale=None).attention(reference)
+    out, weight = np.split(both, 2, axis=2)
+    return out, lse, weight
 
 
 def _exponential_error(inputs: Inputs) -> F64:

@@ -42,6 +42,14 @@ def attention_arguments(case: Case, target: Target) -> tuple[Any, ...]:
     return *first, scale, causal, *[None] * 7, out, lse, None, None
 
 
+def shared_prefix_arguments(target: Target) -> tuple[Any, ...]:
+    x = tensors_of(Case((52, 40), (5, 1), dtype="bfloat16"), target)
+    tables = x.block_tables[0, :2].contiguous(), 32, x.block_tables, x.seq_lens, x.cu_seqlens_q
+    lse = torch.empty(x.query.shape[:2], dtype=torch.float32, device=target.device)
+    caches = x.key_cache, x.value_cache
+    return x.query, *caches, *tables, None, None, None, torch.empty_like(x.query), lse, None
+
+
 def registered_calls(target: Target) -> dict[str, tuple[Any, ...]]:
     """Arguments for every op registered with torch.library, by name."""
     x = tensors_of(CASE, target)
@@ -60,6 +68,7 @@ def registered_calls(target: Target) -> dict[str, tuple[Any, ...]]:
         "swap_blocks": (x.key_cache, x.value_cache, swap_pairs),
         "gather_kv_cache": (*caches, *tables, 320, None),
         "gather_kv_cache_out": (*caches, *tables, *rows, None),
+        "attention_shared_prefix": shared_prefix_arguments(target),
     }
 
 
