@@ -64,6 +64,19 @@ def swap_blocks(source: Any, destination: Any, block_pairs: Any) -> None: ...
 def merge_attention_states(
     out_a: Any, lse_a: Any, out_b: Any, lse_b: Any, out: Any | None, lse: Any | None
 ) -> tuple[Any, Any]: ...
+def rope_and_write_kv_cache(
+    query: Any,
+    key: Any,
+    value: Any,
+    key_cache: Any,
+    value_cache: Any,
+    slot_mapping: Any,
+    positions: Any,
+    cos_sin_cache: Any,
+    interleaved: bool,
+    query_out: Any | None,
+    check: bool,
+) -> Any: ...
 def refusal(
     dtype: str,
     cache_dtype: str,

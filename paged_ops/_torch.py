@@ -105,6 +105,10 @@ def _shared_prefix(*arguments: Any) -> None:
     attend(*arguments[:-1], False, _check(arguments[-1]))
 
 
+def _rope_and_write(*arguments: Any) -> None:
+    _backend.module.rope_and_write_kv_cache(*arguments[:-1], _check(arguments[-1]))
+
+
 _TABLE: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     (
         "attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
@@ -147,6 +151,13 @@ _TABLE: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
         "Tensor? cu_seqlens_q, Scalar? scale, Scalar? soft_cap, Tensor? sinks, Tensor(a!) out, "
         "Tensor(b!)? lse, bool? check) -> ()",
         _shared_prefix,
+        _nothing,
+    ),
+    (
+        "rope_and_write_kv_cache(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, "
+        "Tensor(b!) value_cache, Tensor slot_mapping, Tensor positions, Tensor cos_sin_cache, "
+        "bool interleaved, Tensor(c!) query_out, bool? check) -> ()",
+        _rope_and_write,
         _nothing,
     ),
 )
@@ -320,6 +331,26 @@ class _TracedOps:
             query, key_cache, value_cache, *tables, scale, soft_cap, sinks, out, lse, check
         )
         return (out, lse) if return_lse else out
+
+    @staticmethod
+    def rope_and_write(
+        query: Any,
+        key: Any,
+        value: Any,
+        key_cache: Any,
+        value_cache: Any,
+        slot_mapping: Any,
+        positions: Any,
+        cos_sin_cache: Any,
+        interleaved: bool,
+        query_out: Any,
+        check: bool | None,
+    ) -> Any:
+        tensors = query, key, value, key_cache, value_cache, slot_mapping, positions, cos_sin_cache
+        if query_out is None:
+            query_out = query.new_empty(query.shape)
+        torch.ops.paged_ops.rope_and_write_kv_cache(*tensors, interleaved, query_out, check)
+        return query_out
 
 
 # Looked up once, and the cheapest that tell: every eager call asks. What else sets `torch.compiler`'s flag,

@@ -498,6 +498,56 @@ def paged_attention_shared_prefix(
     )
 
 
+# --- rotary position embedding --------------------------------------------------------------------------
+
+
+def rope(
+    rows: ArrayLike, positions: ArrayLike, cos_sin_cache: ArrayLike, *, interleaved: bool = False
+) -> F64:
+    """Each token's rows turned by its position (Su et al. 2021, arXiv:2104.09864).
+
+    rows `[num_tokens, num_heads, head_dim]`, positions `[num_tokens]`, cos_sin_cache `[max_position,
+    rotary_dim]`: the cosines of rotary_dim / 2 pairs, then their sines -> float64, as rows
+
+        x' = x cos - y sin
+        y' = y cos + x sin
+
+    for the pairs (x, y) at (i, i + rotary_dim / 2), or at (2 i, 2 i + 1) when interleaved; elements from
+    rotary_dim on stay.
+    """
+    turned, table, positions = _float64(rows), _float64(cos_sin_cache), np.asarray(positions)
+    _require_index("positions", positions, len(table))
+    rotary_dim = table.shape[1]
+    cos, sin = np.split(table[positions][:, None, :], 2, axis=2)
+    first, second = slice(0, rotary_dim // 2), slice(rotary_dim // 2, rotary_dim)
+    if interleaved:
+        first, second = slice(0, rotary_dim, 2), slice(1, rotary_dim, 2)
+    x, y = turned[..., first].copy(), turned[..., second].copy()
+    turned[..., first], turned[..., second] = x * cos - y * sin, y * cos + x * sin
+    return turned
+
+
+def rope_and_write_kv_cache(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    key_cache: NDArray[Any],
+    value_cache: NDArray[Any],
+    slot_mapping: ArrayLike,
+    positions: ArrayLike,
+    cos_sin_cache: ArrayLike,
+    *,
+    interleaved: bool = False,
+) -> F64:
+    """`rope` of query and key; the key and the value then go where `write_kv_cache` puts them.
+
+    query `[num_tokens, num_q_heads, Dk]`, key, value and slot_mapping as there -> the rotated query
+    """
+    turned = rope(key, positions, cos_sin_cache, interleaved=interleaved).astype(key_cache.dtype)
+    write_kv_cache(turned, value, key_cache, value_cache, slot_mapping)
+    return rope(query, positions, cos_sin_cache, interleaved=interleaved)
+
+
 # --- shared ---------------------------------------------------------------------------------------------
 
 

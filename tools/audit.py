@@ -137,6 +137,7 @@ CLAIMS = [
         r"(block_copy|gather|cache_write)_kernel<unsigned (int|short|char)>", "as wide as alignment allows"
     ),
     Claim(r"merge_states_kernel<", "a pass over two outputs"),
+    Claim(r"rope_write_kernel<", "four pairs per thread where alignment allows"),
     Claim(r"(cu_seqlens|work_list)_kernel", "one CTA"),
     Claim(r"check_\w+_kernel", "only with check=True"),
 ]

@@ -6,18 +6,6 @@
 
 namespace paged_ops::bind {
 
-namespace {
-
-void require_rows(const Array& rows, DType dtype, const PagedKV& kv, int head_dim, const char* cache_name) {
-  rows.require_ndim(3, "[num_tokens, num_kv_heads, head_dim]");
-  rows.require_dtype(dtype);
-  rows.require_shape(1, kv.num_kv_heads, cache_name);
-  rows.require_shape(2, head_dim, cache_name);
-  rows.require_last_contiguous();
-}
-
-}  // namespace
-
 void write_kv_cache(py::handle key_in, py::handle value_in, py::handle key_cache_in,
                     py::handle value_cache_in, py::handle slot_mapping_in, py::handle k_scale_in,
                     py::handle v_scale_in, bool check) {

@@ -142,4 +142,19 @@ void require_supported(const Array& array, DType dtype, int64_t num_q_heads, con
                     refused.why);
 }
 
+void require_rows(const Array& rows, DType dtype, const PagedKV& kv, int head_dim, const char* cache_name) {
+  rows.require_ndim(3, "[num_tokens, num_kv_heads, head_dim]");
+  rows.require_dtype(dtype);
+  rows.require_shape(1, kv.num_kv_heads, cache_name);
+  rows.require_shape(2, head_dim, cache_name);
+  rows.require_last_contiguous();
+}
+
+void require_same_or_apart(const Array& output, const Array& input) {
+  bool same = output.data() == input.data();
+  for (int i = 0; i < output.ndim(); i++)
+    same = same && (output.stride(i) == input.stride(i) || output.shape(i) <= 1);
+  if (!same) output.require_no_overlap(input);
+}
+
 }  // namespace paged_ops::bind

@@ -40,6 +40,12 @@ BlockTables block_tables_of(const Array& block_tables, const Array& seq_lens);
 // A ValueError that names the argument when the combination is none that the kernels take.
 void require_supported(const Array& array, DType dtype, int64_t num_q_heads, const PagedKV& kv);
 
+// Keys or values of tokens, as the cache has them: [num_tokens, num_kv_heads, head_dim].
+void require_rows(const Array& rows, DType dtype, const PagedKV& kv, int head_dim, const char* cache_name);
+
+// Element i of an output may only depend on element i of an input that shares its memory.
+void require_same_or_apart(const Array& output, const Array& input);
+
 // A number of things that has to fit an int32 in the kernels' parameters.
 int32_t narrow(int64_t value, const char* what);
 

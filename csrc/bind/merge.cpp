@@ -16,14 +16,6 @@ void require_lse(const Array& lse, const Array& out) {
   lse.require_same_device(out);
 }
 
-// Element i of an output may only depend on element i of an input that shares its memory.
-void require_same_or_apart(const Array& output, const Array& input) {
-  bool same = output.data() == input.data();
-  for (int i = 0; i < output.ndim(); i++)
-    same = same && (output.stride(i) == input.stride(i) || output.shape(i) <= 1);
-  if (!same) output.require_no_overlap(input);
-}
-
 }  // namespace
 
 py::tuple merge_attention_states(py::handle out_a_in, py::handle lse_a_in, py::handle out_b_in,

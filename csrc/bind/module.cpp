@@ -83,6 +83,7 @@ PYBIND11_MODULE(PAGED_OPS_MODULE, m) {
       method<&copy_blocks>("copy_blocks"),
       method<&swap_blocks>("swap_blocks"),
       method<&merge_attention_states>("merge_attention_states"),
+      method<&rope_and_write_kv_cache>("rope_and_write_kv_cache"),
       {nullptr, nullptr, 0, nullptr},
   };
   if (PyModule_AddFunctions(m.ptr(), ops) != 0) throw py::error_already_set();

@@ -29,6 +29,11 @@ void copy_blocks(py::handle caches, py::handle block_pairs, bool check);
 void swap_blocks(py::handle source, py::handle destination, py::handle block_pairs);
 py::tuple merge_attention_states(py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_b,
                                  py::object out, py::object lse);
+// query_out None = allocated. Returns it.
+py::object rope_and_write_kv_cache(py::handle query, py::handle key, py::handle value, py::handle key_cache,
+                                   py::handle value_cache, py::handle slot_mapping, py::handle positions,
+                                   py::handle cos_sin_cache, bool interleaved, py::object query_out,
+                                   bool check);
 
 // Why this combination is refused, or an empty string.
 std::string refusal_text(const std::string& dtype, const std::string& cache_dtype, int64_t num_q_heads,

@@ -12,7 +12,8 @@ const Backend& backend() {
                                  .block_swap = block_swap,
                                  .gather = gather,
                                  .merge_states = merge_states,
-                                 .owns_scratch = true};
+                                 .owns_scratch = true,
+                                 .rope_write = rope_write};
   return table;
 }
 

@@ -85,4 +85,13 @@ void check_block_pairs(const int64_t* block_pairs, int64_t num_pairs, int64_t so
   }
 }
 
+void check_positions(const RopeWriteParams& p) {
+  for (int32_t i = 0; i < p.num_tokens; i++) {
+    const int64_t position = p.wide_positions ? static_cast<const int64_t*>(p.positions)[i]
+                                              : static_cast<const int32_t*>(p.positions)[i];
+    PAGED_OPS_REQUIRE(position >= 0 && position < p.max_position, "positions[", i, "] = ", position,
+                      ": wanted 0 <= position < ", p.max_position, ", the rows of cos_sin_cache");
+  }
+}
+
 }  // namespace paged_ops::cpu

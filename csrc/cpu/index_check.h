@@ -2,6 +2,7 @@
 #pragma once
 #include "params/attention.h"
 #include "params/cache_write.h"
+#include "params/rope_write.h"
 
 namespace paged_ops::cpu {
 
@@ -21,5 +22,8 @@ void check_slot_mapping(const int64_t* slot_mapping, int32_t num_tokens, const P
 // `in_place` no block is both a source and a destination.
 void check_block_pairs(const int64_t* block_pairs, int64_t num_pairs, int64_t source_num_blocks,
                        int64_t destination_num_blocks, bool in_place);
+
+// Every position has a row of cosines and sines.
+void check_positions(const RopeWriteParams& p);
 
 }  // namespace paged_ops::cpu

@@ -5,6 +5,7 @@
 
 #include "params/attention.h"
 #include "params/merge_states.h"
+#include "params/rope_write.h"
 
 // Whether there is more than the scalar kernels. PAGED_OPS_SCALAR_ONLY makes any machine a plain one.
 #if defined(__x86_64__) && !defined(PAGED_OPS_SCALAR_ONLY)
@@ -55,6 +56,7 @@ struct Kernels {
   void (*fold[3])(const AttentionParams&, const AttentionTask&);
   // Tokens [token_begin, token_end).
   void (*merge_states[3])(const MergeStatesParams&, int32_t token_begin, int32_t token_end);
+  void (*rope_write[3])(const RopeWriteParams&, int32_t token_begin, int32_t token_end);
 };
 
 }  // namespace paged_ops::cpu

@@ -11,6 +11,7 @@
 #include "cpu/attention_walk.inl"
 #include "cpu/attention_vector.inl"
 #include "cpu/merge_kernel.inl"
+#include "cpu/rope_kernel.inl"
 // clang-format on
 
 extern const Kernels kernels;
@@ -20,4 +21,5 @@ const Kernels kernels = {
      attend_scratch_nbytes<VectorProducts<bf16>>},
     {fold<float>, fold<f16>, fold<bf16>},
     {merge_states<float>, merge_states<f16>, merge_states<bf16>},
+    {rope_write<float>, rope_write<f16>, rope_write<bf16>},
 };

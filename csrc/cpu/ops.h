@@ -11,5 +11,6 @@ void block_copy(const BlockCopyParams& params, const Context& context);
 void block_swap(const BlockSwapParams& params, const Context& context);
 void gather(const GatherParams& params, const Context& context);
 void merge_states(const MergeStatesParams& params, const Context& context);
+void rope_write(const RopeWriteParams& params, const Context& context);
 
 }  // namespace paged_ops::cpu

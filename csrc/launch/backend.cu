@@ -13,6 +13,7 @@ const Backend& backend() {
       .block_swap = block_swap,
       .gather = gather,
       .merge_states = merge_states,
+      .rope_write = rope_write,
   };
   return table;
 }

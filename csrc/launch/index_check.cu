@@ -125,4 +125,21 @@ void check_block_pairs(const BlockCopyParams& p, cudaStream_t stream) {
          "call");
 }
 
+void check_positions(const RopeWriteParams& p, cudaStream_t stream) {
+  const Verdicts verdicts(1, stream);
+  const auto check = [&](const auto* positions) {
+    using Int = std::remove_cvref_t<decltype(*positions)>;
+    simt::launch(kernels::check_range_kernel<Int>, ctas(p.num_tokens), kThreads, 0, stream, positions,
+                 int64_t(p.num_tokens), int64_t(0), p.max_position, verdicts[0]);
+    if (const int64_t i = verdicts.position(0); i >= 0)
+      fail("positions[", i, "] = ", verdicts.read(positions + i), ": wanted 0 <= position < ", p.max_position,
+           ", the rows of cos_sin_cache");
+  };
+  if (p.wide_positions) {
+    check(static_cast<const int64_t*>(p.positions));
+  } else {
+    check(static_cast<const int32_t*>(p.positions));
+  }
+}
+
 }  // namespace paged_ops::launch

@@ -3,6 +3,7 @@
 #include "core/paged_kv.h"
 #include "params/block_copy.h"
 #include "params/cache_write.h"
+#include "params/rope_write.h"
 #include "simt/simt.h"
 
 namespace paged_ops::launch {
@@ -13,5 +14,6 @@ void check_cu_seqlens_q(const int32_t* cu_seqlens_q, int num_seqs, int num_token
 void check_tree_widths(const int32_t* cu_seqlens_q, int num_seqs, cudaStream_t stream);
 void check_slot_mapping(const CacheWriteParams& p, cudaStream_t stream);
 void check_block_pairs(const BlockCopyParams& p, cudaStream_t stream);
+void check_positions(const RopeWriteParams& p, cudaStream_t stream);
 
 }  // namespace paged_ops::launch

@@ -11,5 +11,6 @@ void block_copy(const BlockCopyParams& p, const Context& context);
 void block_swap(const BlockSwapParams& p, const Context& context);
 void gather(const GatherParams& p, const Context& context);
 void merge_states(const MergeStatesParams& p, const Context& context);
+void rope_write(const RopeWriteParams& p, const Context& context);
 
 }  // namespace paged_ops::launch

@@ -7,6 +7,7 @@
 #include "params/cache_write.h"
 #include "params/gather.h"
 #include "params/merge_states.h"
+#include "params/rope_write.h"
 
 namespace paged_ops {
 
@@ -29,6 +30,7 @@ struct Backend {
   void (*merge_states)(const MergeStatesParams&, const Context&);
   // True when `attention` manages with scratch of its own if params.workspace is null.
   bool owns_scratch = false;
+  void (*rope_write)(const RopeWriteParams&, const Context&);
 };
 
 namespace cpu {

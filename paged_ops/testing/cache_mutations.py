@@ -205,3 +205,35 @@ def looks_at_empty_states(merge: Any, out_a: Any, lse_a: Any, out_b: Any, lse_b:
     """Weighs the output of an empty state with 0 instead of leaving it out: 0 * NaN."""
     out, lse = merge(out_a, lse_a, out_b, lse_b, **options)
     return out + (0 * out_a.astype(np.float32)).astype(out.dtype), lse
+
+
+# --- rope_and_write_kv_cache ------------------------------------------------------------------------------
+
+
+@_mutation("rope_and_write_kv_cache")
+def pairs_the_other_elements(rope: Any, *arguments: Any, interleaved: bool, query_out: Any) -> Any:
+    return rope(*arguments, interleaved=not interleaved, query_out=query_out)
+
+
+@_mutation("rope_and_write_kv_cache")
+def turns_the_other_way(rope: Any, *arguments: Any, **options: Any) -> Any:
+    *others, table = arguments
+    signs = np.repeat([1, -1], table.shape[1] // 2).astype(table.dtype)
+    return rope(*others, table * signs, **options)
+
+
+@_mutation("rope_and_write_kv_cache")
+def turns_by_the_next_position(rope: Any, *arguments: Any, **options: Any) -> Any:
+    *others, positions, table = arguments
+    return rope(*others, (positions + 1) % len(table), table, **options)
+
+
+@_mutation("rope_and_write_kv_cache")
+def leaves_the_keys_as_they_are(
+    rope: Any, query: Any, key: Any, value: Any, key_cache: Any, *rest: Any, **options: Any
+) -> Any:
+    out = rope(query, key, value, key_cache, *rest, **options)
+    slots, block_size = rest[1], key_cache.shape[1]
+    written = np.flatnonzero(slots >= 0)
+    key_cache[slots[written] // block_size, slots[written] % block_size] = key[written]
+    return out

@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 from paged_ops import reference
 from paged_ops.testing import arrays
 from paged_ops.testing.cases import LAYOUTS, Case, Inputs, build
-from paged_ops.testing.tolerance import Expected, expected_attention, expected_merge
+from paged_ops.testing.tolerance import Expected, expected_attention, expected_merge, rope_bound
 
 Array = NDArray[Any]
 
@@ -103,6 +103,56 @@ def rows_to_write(case: Case) -> tuple[Array, Array, Array]:
         both[:2] = 0
     key, value = both[..., : case.head_dim], both[..., case.head_dim :]
     return (key, value, slots) if case.strided else (key.copy(), value.copy(), slots)
+
+
+def rows_to_rotate(
+    case: Case, rotary_dim: int, *, positions_dtype: str = "int64", max_position: int = 50
+) -> tuple[Array, ...]:
+    """query, key, value, slot_mapping, positions, cos_sin_cache for a case's caches; the query strided."""
+    rng = np.random.default_rng(case.seed + 2)
+    key, value, slots = rows_to_write(case)
+    wide = rng.standard_normal((len(key), case.num_q_heads + 2, case.head_dim + 8))
+    query = wide.astype(key.dtype)[:, 1:-1, : case.head_dim]
+    if not case.strided:
+        query = query.copy()
+    positions = rng.integers(0, max_position, len(key)).astype(positions_dtype)
+    positions[:2] = 0, max_position - 1
+    angles = rng.uniform(-np.pi, np.pi, (max_position, rotary_dim // 2))
+    table = np.concatenate([np.cos(angles), np.sin(angles), np.full_like(angles, np.nan)], axis=1)
+    cos_sin_cache = table.astype(np.float32)[:, :rotary_dim]
+    return query, key, value, slots, positions, cos_sin_cache
+
+
+def check_rope(
+    ops: Any, case: Case, rotary_dim: int, *, interleaved: bool, in_place: bool, **rows: Any
+) -> None:
+    """Rotated rows within one rounding of the oracle's, the rest of all memory bit by bit."""
+    query, key, value, slots, positions, table = rows_to_rotate(case, rotary_dim, **rows)
+    wanted, actual = build(case), build(case)
+    given = query.copy()
+    out = query if in_place else np.full_like(query, np.nan)
+    returned = ops.rope_and_write_kv_cache(
+        query, key, value, actual.key_cache, actual.value_cache, slots, positions, table,
+        interleaved=interleaved, query_out=out,
+    )  # fmt: skip
+    require_same_bits("query_out", out, returned)
+    written = slots >= 0
+    rows_of = np.flatnonzero(written)
+    places = slots[written] // case.block_size, slots[written] % case.block_size
+    for name, before, after, at in [
+        ("query_out", given, out, positions),
+        ("key_cache", key[rows_of], actual.key_cache[places], positions[rows_of]),
+    ]:
+        oracle = reference.rope(before, at, table, interleaved=interleaved)
+        bound = rope_bound(before, at, table, case.dtype, interleaved=interleaved)
+        error = np.abs(after.astype(np.float64) - oracle)
+        wrong = ~(error <= bound)
+        assert not wrong.any(), f"{name}: {wrong.sum()} of {wrong.size} elements are wrong"
+        require_same_bits(f"the rest of {name}", before[..., rotary_dim:], after[..., rotary_dim:])
+    wanted.key_cache[places] = actual.key_cache[places]
+    wanted.value_cache[places] = value[rows_of]
+    require_same_memory("key_cache", wanted.key_cache, actual.key_cache)
+    require_same_memory("value_cache", wanted.value_cache, actual.value_cache)
 
 
 def block_pairs(num_blocks: int, *, seed: int = 0) -> Array:

@@ -126,6 +126,25 @@ def expected_shared_prefix(inputs: Inputs, num_shared: int) -> Expected:
     )
 
 
+def rope_bound(rows: Any, positions: Any, cos_sin_cache: Any, dtype: str, *, interleaved: bool) -> F64:
+    """How far rotated rows may be from `reference.rope`: the two roundings of a sum in float32, then one.
+
+    `u |out| + 3 e (|x cos| + |y sin|)`, and 0 where nothing is rotated.
+    """
+    turned = reference.rope(rows, positions, cos_sin_cache, interleaved=interleaved)
+    size = np.abs(np.asarray(rows).astype(np.float64))
+    # |x| |cos| + |y| |sin| is the sum of the second elements for a table with |cos| and |sin|, and of the
+    # first ones for one with |cos| and -|sin|.
+    tables = [np.abs(cos_sin_cache) for _ in range(2)]
+    half = tables[0].shape[1] // 2
+    tables[1][:, half:] *= -1
+    sums = [reference.rope(size, positions, table, interleaved=interleaved) for table in tables]
+    bound = unit_roundoff(dtype) * np.abs(turned) + 3 * FLOAT32_ROUNDOFF * np.maximum(*sums)
+    bound += smallest_step(dtype)
+    bound[..., 2 * half :] = 0
+    return bound
+
+
 def _attention_and_weight(inputs: Inputs) -> tuple[F64, F64, F64]:
     """The oracle's out and lse, and sum_j p_j |v_j|: |v| beside v, so that one pass over the keys does."""
     values = reference.dequantise(inputs.value_cache, inputs.v_scale)

@@ -12,6 +12,7 @@ from paged_ops.testing.checks import (
     check_copy,
     check_gather,
     check_merge,
+    check_rope,
     check_swap,
     check_write,
 )
@@ -71,6 +72,9 @@ def test_fault_of_another_op_is_seen(ops: HostOps, mutation: OpMutation, dtype: 
         "swap_blocks": lambda faulty: check_swap(faulty, case, "HND"),
         "gather_kv_cache": lambda faulty: check_gather(faulty, case, spare_rows=3),
         "merge_attention_states": lambda faulty: check_merge(faulty, 7, 3, 40, dtype),
+        "rope_and_write_kv_cache": lambda faulty: check_rope(
+            faulty, case, 32, interleaved=False, in_place=False
+        ),
     }
     check = checks[mutation.op]
     check(ops)

@@ -16,7 +16,7 @@ import paged_ops
 from paged_ops.testing import arrays
 from paged_ops.testing.backends import HostOps, Target
 from paged_ops.testing.cases import Case, Inputs, build
-from paged_ops.testing.checks import block_pairs, expected, merge_states, rows_to_write
+from paged_ops.testing.checks import block_pairs, expected, merge_states, rows_to_rotate, rows_to_write
 
 torch = pytest.importorskip("torch")
 TorchDispatchMode = pytest.importorskip("torch.utils._python_dispatch").TorchDispatchMode
@@ -50,6 +50,13 @@ def shared_prefix_arguments(target: Target) -> tuple[Any, ...]:
     return x.query, *caches, *tables, None, None, None, torch.empty_like(x.query), lse, None
 
 
+def rope_arguments(target: Target) -> tuple[Any, ...]:
+    x = tensors_of(CASE, target)
+    rows = [put(array, target) for array in rows_to_rotate(CASE, 32)]
+    caches = x.key_cache, x.value_cache
+    return *rows[:3], *caches, *rows[3:], True, torch.empty_like(rows[0]), None
+
+
 def registered_calls(target: Target) -> dict[str, tuple[Any, ...]]:
     """Arguments for every op registered with torch.library, by name."""
     x = tensors_of(CASE, target)
@@ -68,6 +75,7 @@ def registered_calls(target: Target) -> dict[str, tuple[Any, ...]]:
         "swap_blocks": (x.key_cache, x.value_cache, swap_pairs),
         "gather_kv_cache": (*caches, *tables, 320, None),
         "gather_kv_cache_out": (*caches, *tables, *rows, None),
+        "rope_and_write_kv_cache": rope_arguments(target),
         "attention_shared_prefix": shared_prefix_arguments(target),
     }
 

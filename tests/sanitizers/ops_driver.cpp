@@ -195,6 +195,39 @@ void cache_write() {
   add_to_checksum(*cache.value);
 }
 
+// Queries in place, fewer slots than tokens.
+void rope_write() {
+  Random random;
+  constexpr int kTokens = 6, kHeads = 5, kKvHeads = 2, kDim = 40, kRotaryDim = 24;
+  Cache cache(DType::bf16, {5, 9, 16}, kKvHeads, kDim, 4, random);
+  Tensor query(DType::bf16, kTokens * kHeads * kDim, &random);
+  Tensor key(DType::bf16, kTokens * kKvHeads * kDim, &random);
+  Tensor value(DType::bf16, kTokens * kKvHeads * kDim, &random);
+  Tensor cos_sin(DType::f32, 9 * kRotaryDim, &random);
+  const std::vector<int64_t> slots{3, -1, 17, 8, 30};
+  const std::vector<int32_t> positions{3, 0, 8, 1, 5, 2};
+  constexpr int64_t kRow = kDim * 2;
+  RopeWriteParams p{};
+  p.write = {key.data(),      value.data(), slots.data(),      kRow * kKvHeads, kRow,
+             kRow * kKvHeads, kRow,         int(slots.size()), DType::bf16,     cache.kv};
+  p.query = p.query_out = query.data();
+  p.query_stride_head = p.out_stride_head = kRow;
+  p.query_stride_token = p.out_stride_token = kRow * kHeads;
+  p.num_tokens = kTokens;
+  p.num_q_heads = kHeads;
+  p.positions = positions.data();
+  p.cos_sin = static_cast<const float*>(cos_sin.data());
+  p.cos_sin_stride = p.rotary_dim = kRotaryDim;
+  p.max_position = 9;
+  for (const bool interleaved : {false, true}) {
+    p.interleaved = interleaved;
+    launch::backend().rope_write(p, kContext);
+  }
+  add_to_checksum(query);
+  add_to_checksum(*cache.key);
+  add_to_checksum(*cache.value);
+}
+
 constexpr int64_t kBlockNbytes = 96;
 const BlockShape kDense{kBlockNbytes, {1, 1}, {0, 0}};
 
@@ -384,6 +417,7 @@ const std::map<std::string, std::function<void()>> kOps{
     {"gather", gather},
     {"graph", graph},
     {"merge_states", merge_states},
+    {"rope_write", rope_write},
 };
 
 }  // namespace

@@ -57,6 +57,7 @@ OPS = [
     "gather",
     "graph",
     "merge_states",
+    "rope_write",
 ]
 
 
