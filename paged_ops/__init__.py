@@ -2,6 +2,7 @@
 
 from paged_ops import _torch_hook
 from paged_ops._version import __version__
+from paged_ops.block_moves import export_blocks, import_blocks, move_blocks
 from paged_ops.cascade import common_prefix_blocks, paged_attention_shared_prefix
 from paged_ops.ops import (
     Support,
@@ -28,9 +29,12 @@ __all__ = [
     "allocate_kv_pool",
     "common_prefix_blocks",
     "copy_blocks",
+    "export_blocks",
     "gather_kv_cache",
     "get_num_threads",
+    "import_blocks",
     "merge_attention_states",
+    "move_blocks",
     "paged_attention",
     "paged_attention_decode",
     "paged_attention_shared_prefix",

@@ -125,3 +125,33 @@ def to_host(array: Any) -> np.ndarray[Any, Any]:
     if not on_host(array):
         array = array.get() if hasattr(array, "get") else array.cpu()
     return np.asarray(array)
+
+
+def host_values(name: str, array: Any) -> np.ndarray[Any, Any]:
+    """A tensor in host memory as a NumPy array of integers."""
+    if not hasattr(array, "shape"):
+        raise TypeError(f"{name}: is a {type(array).__name__}, wanted a tensor")
+    if not on_host(array):
+        raise ValueError(f"{name}: is on {array.device}, wanted cpu: it is read by the host")
+    values = np.asarray(array)
+    if values.dtype.kind not in "iu":
+        raise TypeError(f"{name}: dtype is {values.dtype}, wanted integers")
+    return values
+
+
+def beside(like: Any, values: np.ndarray[Any, Any]) -> Any:
+    """Values of the host where ``like`` lies: themselves on the CPU, else a copy that is not waited for."""
+    if on_host(like):
+        return values
+    if _module_of(like) == "cupy":
+        cupy = sys.modules["cupy"]
+        with like.device:
+            return cupy.asarray(values)
+    return sys.modules["torch"].from_numpy(values).to(like.device, non_blocking=True)
+
+
+def empty_like(like: Any, shape: tuple[int, ...]) -> Any:
+    """An uninitialised array of the kind and dtype of ``like``, whatever that is, and on its device."""
+    if isinstance(like, np.ndarray):
+        return np.empty(shape, like.dtype)
+    return empty(like, shape, dtype_name(like.dtype))

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from paged_ops import _backend, cascade, ops
+from paged_ops import _backend, block_moves, cascade, ops
 
 _LIBRARY = torch.library.Library("paged_ops", "DEF")
 
@@ -109,6 +109,10 @@ def _rope_and_write(*arguments: Any) -> None:
     _backend.module.rope_and_write_kv_cache(*arguments[:-1], _check(arguments[-1]))
 
 
+def _export(caches: list[Any], block_ids: Any, out: Any) -> None:
+    block_moves.export_real_blocks(caches, block_ids, out)
+
+
 _TABLE: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     (
         "attention(Tensor query, Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
@@ -158,6 +162,17 @@ _TABLE: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
         "Tensor(b!) value_cache, Tensor slot_mapping, Tensor positions, Tensor cos_sin_cache, "
         "bool interleaved, Tensor(c!) query_out, bool? check) -> ()",
         _rope_and_write,
+        _nothing,
+    ),
+    (
+        "move_blocks(Tensor(a!)[] caches, Tensor block_pairs, Tensor(b!)[]? scratch) -> ()",
+        block_moves.move_real_blocks,
+        _nothing,
+    ),
+    ("export_blocks(Tensor[] caches, Tensor block_ids, Tensor(a!) out) -> ()", _export, _nothing),
+    (
+        "import_blocks(Tensor packed, Tensor(a!)[] caches, Tensor block_ids) -> ()",
+        block_moves.import_real_blocks,
         _nothing,
     ),
 )
@@ -351,6 +366,25 @@ class _TracedOps:
             query_out = query.new_empty(query.shape)
         torch.ops.paged_ops.rope_and_write_kv_cache(*tensors, interleaved, query_out, check)
         return query_out
+
+    @staticmethod
+    def move(caches: list[Any], block_pairs: Any, scratch: list[Any] | None) -> None:
+        torch.ops.paged_ops.move_blocks(caches, block_pairs, scratch)
+
+    @staticmethod
+    def export(caches: list[Any], block_ids: Any, out: Any) -> Any:
+        if not isinstance(block_ids, torch.Tensor):
+            block_ids = torch.tensor(block_ids, dtype=torch.int64)
+        if out is None:
+            out = caches[0].new_empty(block_moves.packed_shape(caches, block_ids.shape[0]))
+        torch.ops.paged_ops.export_blocks(caches, block_ids, out)
+        return out
+
+    @staticmethod
+    def import_(packed: Any, caches: list[Any], block_ids: Any) -> None:
+        if not isinstance(block_ids, torch.Tensor):
+            block_ids = torch.tensor(block_ids, dtype=torch.int64)
+        torch.ops.paged_ops.import_blocks(packed, caches, block_ids)
 
 
 # Looked up once, and the cheapest that tell: every eager call asks. What else sets `torch.compiler`'s flag,

@@ -166,7 +166,10 @@ def common_prefix_blocks(block_tables: Any, seq_lens: Any, block_size: int) -> i
     block_size = ops._count("block_size", block_size)
     if block_size < 1:
         raise ValueError(f"block_size: is {block_size}, wanted at least 1")
-    tables, lens = _host_values("block_tables", block_tables), _host_values("seq_lens", seq_lens)
+    tables, lens = (
+        _arrays.host_values("block_tables", block_tables),
+        _arrays.host_values("seq_lens", seq_lens),
+    )
     if tables.ndim != 2:
         raise ValueError(f"block_tables: shape is {tables.shape}, wanted [num_seqs, max_blocks_per_seq]")
     if lens.shape != tables.shape[:1]:
@@ -203,18 +206,6 @@ def _require_int32(name: str, array: Any, wanted: str) -> None:
         raise ValueError(f"{name}: shape is {tuple(array.shape)}, wanted {wanted}")
     if not _is_int32(array.dtype):
         raise TypeError(f"{name}: dtype is {_arrays.dtype_name(array.dtype)}, wanted int32")
-
-
-def _host_values(name: str, array: Any) -> np.ndarray[Any, Any]:
-    """A tensor in host memory as a NumPy array of integers."""
-    if not hasattr(array, "shape"):
-        raise TypeError(f"{name}: is a {type(array).__name__}, wanted a tensor")
-    if not _arrays.on_host(array):
-        raise ValueError(f"{name}: is on {array.device}, wanted cpu: it is read by the host")
-    values = np.asarray(array)
-    if values.dtype.kind not in "iu":
-        raise TypeError(f"{name}: dtype is {values.dtype}, wanted integers")
-    return values
 
 
 def _check_values(

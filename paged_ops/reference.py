@@ -548,6 +548,42 @@ def rope_and_write_kv_cache(
     return rope(query, positions, cos_sin_cache, interleaved=interleaved)
 
 
+# --- blocks moved about a pool, out of it and into it ---------------------------------------------------
+
+
+def move_blocks(caches: NDArray[Any] | Sequence[NDArray[Any]], block_pairs: ArrayLike) -> None:
+    """For each pair (source, destination): block destination becomes what block source was before the call.
+
+    caches as in `copy_blocks`; block_pairs `[num_pairs, 2]` int64, destinations differ, anything else goes;
+    or a permutation `[num_blocks]`, where each block goes.
+    """
+    pairs = np.asarray(block_pairs)
+    if pairs.ndim == 1:
+        pairs = np.stack([np.arange(len(pairs)), pairs], axis=1)
+    if len(np.unique(pairs[:, 1])) != len(pairs):
+        raise ValueError("block_pairs: a block is a destination twice")
+    for cache in [caches] if isinstance(caches, np.ndarray) else caches:
+        _require_index("block_pairs", pairs, len(cache))
+        cache[pairs[:, 1]] = cache[pairs[:, 0]].copy()
+
+
+def export_blocks(caches: NDArray[Any] | Sequence[NDArray[Any]], block_ids: ArrayLike) -> NDArray[Any]:
+    """Blocks of all caches in one array of their dtype: `[num_ids, num_caches, ...block shape]`."""
+    ids, listed = np.asarray(block_ids), [caches] if isinstance(caches, np.ndarray) else caches
+    _require_index("block_ids", ids, len(listed[0]))
+    return np.stack([cache[ids] for cache in listed], axis=1)
+
+
+def import_blocks(
+    packed: NDArray[Any], caches: NDArray[Any] | Sequence[NDArray[Any]], block_ids: ArrayLike
+) -> None:
+    """Block `block_ids[i]` of cache c becomes `packed[i, c]`; the ids differ."""
+    ids, listed = np.asarray(block_ids), [caches] if isinstance(caches, np.ndarray) else caches
+    _require_index("block_ids", ids, len(listed[0]))
+    for c, cache in enumerate(listed):
+        cache[ids] = packed[:, c]
+
+
 # --- shared ---------------------------------------------------------------------------------------------
 
 

@@ -19,6 +19,7 @@ NEEDS = {
     "numpy_ops": (),
     "cupy_ops": ("cupy",),
     "jax_ops": ("jax",),
+    "handover": (),
     "transformers_generate": ("torch", "transformers"),
 }
 # Which say in one line what is missing, instead of failing on an import.

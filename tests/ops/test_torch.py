@@ -67,6 +67,7 @@ def registered_calls(target: Target) -> dict[str, tuple[Any, ...]]:
     pairs = put(block_pairs(len(x.key_cache)), target)
     rows = [torch.empty(320, 2, 64, dtype=torch.bfloat16, device=target.device) for _ in range(2)]
     swap_pairs = torch.tensor([[0, 1], [2, 0]])
+    packed = torch.stack([cache[:2] for cache in caches], dim=1)
     return {
         "attention": attention_arguments(CASE, target),
         "merge_attention_states": (*states, torch.empty_like(states[0]), torch.empty_like(states[1])),
@@ -75,6 +76,9 @@ def registered_calls(target: Target) -> dict[str, tuple[Any, ...]]:
         "swap_blocks": (x.key_cache, x.value_cache, swap_pairs),
         "gather_kv_cache": (*caches, *tables, 320, None),
         "gather_kv_cache_out": (*caches, *tables, *rows, None),
+        "move_blocks": (list(caches), torch.tensor([[0, 1], [1, 2], [2, 0], [0, 3]]), None),
+        "export_blocks": (list(caches), torch.tensor([2, 0]), torch.empty_like(packed)),
+        "import_blocks": (packed, list(caches), torch.tensor([0, 3])),
         "rope_and_write_kv_cache": rope_arguments(target),
         "attention_shared_prefix": shared_prefix_arguments(target),
     }
