@@ -126,9 +126,8 @@ def attend_in_parts(
         if cu_seqlens_q.shape[0] != num_seqs + 1:
             shape = tuple(cu_seqlens_q.shape)
             raise ValueError(f"cu_seqlens_q: shape is {shape}, wanted ({num_seqs + 1},), as seq_lens has it")
-    shared = shared_block_table[:num_shared]
-    if check or _arrays.on_host(seq_lens):
-        _check_values(shared, shared_len, key_cache, seq_lens, cu_seqlens_q, num_tokens)
+        if check or _arrays.on_host(seq_lens):
+            _check_lengths(shared_len, seq_lens, cu_seqlens_q, num_tokens)
 
     # One sequence whose query tokens are all there are but the padding's, which see nothing. Its bounds are
     # made where the tensors are, without looking at them.
@@ -138,15 +137,24 @@ def attend_in_parts(
         bounds = cu_seqlens_q[::num_seqs] + 0
     try:
         shared_out, shared_lse = attention(
-            query, key_cache, value_cache, shared[None],
+            query, key_cache, value_cache, shared_block_table[:num_shared][None],
             _arrays.int32_range(query, shared_len, shared_len + 1, 1), bounds, scale, False,
             None, soft_cap, None, None, None, None, None, True, None, check,
         )  # fmt: skip
     except (ValueError, TypeError) as error:
-        if str(error).startswith("block_tables"):  # what the native module knows the shared one as
-            raise type(error)("shared_" + str(error).replace("block_tables", "block_table", 1)) from None
+        words = str(error)
+        if words.startswith("block_tables"):  # what the native module knows the shared one as
+            words = words.replace("block_tables[0, ", "shared_block_table[", 1)
+            raise type(error)(words.replace("block_tables", "shared_block_table", 1)) from None
         raise
-    out, lse = tails(block_tables[:, num_shared:], seq_lens - shared_len, out, lse, True)
+    try:
+        out, lse = tails(block_tables[:, num_shared:], seq_lens - shared_len, out, lse, True)
+    except ValueError as error:
+        if str(error).startswith("seq_lens["):  # in words about the whole, where it can be said
+            _check_lengths(shared_len, seq_lens, cu_seqlens_q, num_tokens)
+        if str(error).startswith(("seq_lens[", "block_tables[")):
+            raise ValueError(f"{error}, counted behind the {num_shared} shared blocks") from None
+        raise
     _backend.module.merge_attention_states(shared_out, shared_lse, out, lse, out, lse)
     return (out, lse) if return_lse else out
 
@@ -208,18 +216,12 @@ def _require_int32(name: str, array: Any, wanted: str) -> None:
         raise TypeError(f"{name}: dtype is {_arrays.dtype_name(array.dtype)}, wanted int32")
 
 
-def _check_values(
-    shared: Any, shared_len: int, key_cache: Any, seq_lens: Any, cu_seqlens_q: Any, num_tokens: int
-) -> None:
-    """What the native module could not name as the caller knows it, and that all rows see all of the prefix.
+def _check_lengths(shared_len: int, seq_lens: Any, cu_seqlens_q: Any, num_tokens: int) -> None:
+    """That every query token sees all of the prefix, which a part by itself does not show.
 
-    What is wrong with a length or a block of a tail, the native module says.
+    What else is wrong with a length, the native module says.
     """
-    blocks, lens = _arrays.to_host(shared), _arrays.to_host(seq_lens)
-    num_blocks = key_cache.shape[0]
-    if blocks.min() < 0 or blocks.max() >= num_blocks:
-        i = int(((blocks < 0) | (blocks >= num_blocks)).argmax())
-        raise ValueError(f"shared_block_table[{i}] = {blocks[i]}: wanted 0 <= block < {num_blocks}")
+    lens = _arrays.to_host(seq_lens)
     least: Any = shared_len
     if cu_seqlens_q is not None:
         bounds = _arrays.to_host(cu_seqlens_q).astype(np.int64)

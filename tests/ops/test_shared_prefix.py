@@ -218,13 +218,18 @@ FAULTS: list[tuple[str, Any, Any, str]] = [
     ("block_tables", i32(1, 2), ValueError, r"\(2,\)"),
     ("block_tables", np.zeros((2, 1), np.int32), ValueError, "has 1 blocks per sequence, wanted at least 2"),
     ("block_tables", np.zeros((2, 4), np.float32), TypeError, "float32"),
-    ("block_tables", np.full((2, 4), 1000, np.int32), ValueError, "= 1000"),
+    (
+        "block_tables",
+        np.full((2, 4), 1000, np.int32),
+        ValueError,
+        r"\[0, 0\] = 1000.*behind the 2 shared blocks",
+    ),
     ("seq_lens", "text", TypeError, "is a str"),
     ("seq_lens", np.zeros(2, np.int64), TypeError, "int64"),
     ("seq_lens", i32(52), ValueError, "cu_seqlens_q: shape"),
     ("seq_lens", i32(52, 31), ValueError, r"\[1\] = 31: wanted at least 32"),
     ("seq_lens", i32(35, 40), ValueError, r"\[0\] = 35: wanted at least 36"),
-    ("seq_lens", i32(52, 400), ValueError, r"\[1\] = "),
+    ("seq_lens", i32(52, 400), ValueError, r"\[1\] = 368: .*behind the 2 shared blocks"),
     ("cu_seqlens_q", i32(0, 5), ValueError, r"\(2,\), wanted \(3,\)"),
     ("cu_seqlens_q", np.zeros(3, np.int64), TypeError, "int64"),
     ("cu_seqlens_q", i32(1, 5, 6), ValueError, r"\[0\] = 1: wanted 0"),
@@ -257,6 +262,32 @@ def test_bad_input(ops: HostOps, name: str, value: Any, error: Any, words: str) 
     assert named in call, str(caught.value)
     for output in outputs:
         assert (output == 7).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "words"),
+    [
+        ("seq_lens", i32(52, 31), r"^seq_lens\[1\] = 31: wanted at least 32"),
+        ("seq_lens", i32(52, 2**31 - 1), r"^seq_lens\[1\] = .*behind the 2 shared blocks"),
+        ("shared_block_table", i32(0, -5), r"^shared_block_table\[1\] = -5: wanted 0 <= block <"),
+        ("block_tables", np.full((2, 4), -1, np.int32), r"^block_tables\[0, 0\] = -1"),
+    ],
+)
+def test_bad_values_in_decode(ops: HostOps, name: str, value: Any, words: str) -> None:
+    inputs, shared = shared_inputs(Case((52, 40)), 2)
+    out = np.full_like(inputs.query, 7)
+    call = {
+        "query": inputs.query,
+        "key_cache": inputs.key_cache,
+        "value_cache": inputs.value_cache,
+        "shared_block_table": shared,
+        "block_tables": inputs.block_tables,
+        "seq_lens": inputs.seq_lens,
+        "check": None if ops.target.backend == "cpu" else True,
+    } | {name: value}
+    with pytest.raises(ValueError, match=words):
+        ops.paged_attention_shared_prefix(**call, shared_len=32, out=out)
+    assert (out == 7).all()
 
 
 def test_out_must_not_share_memory_with_an_input(ops: HostOps) -> None:
