@@ -123,6 +123,32 @@ void survey_moves() {
     }
 }
 
+void survey_rotations() {
+  for (DType dtype : kDTypes)
+    for (int rotary_dim : {128, 126})  // four pairs at a time, and one
+      for (bool interleaved : {false, true}) {
+        const int64_t row = 128 * itemsize(dtype);
+        RopeWriteParams p{};
+        p.write.key = p.write.value = tensor();
+        p.write.slot_mapping = static_cast<const int64_t*>(tensor());
+        p.write.key_stride_head = p.write.value_stride_head = row;
+        p.write.key_stride_token = p.write.value_stride_token = 8 * row;
+        p.write.num_tokens = p.num_tokens = 64;
+        p.write.dtype = dtype;
+        p.write.kv = cache(dtype, 128, 0);
+        p.query = p.query_out = tensor();
+        p.query_stride_head = p.out_stride_head = row;
+        p.query_stride_token = p.out_stride_token = 32 * row;
+        p.num_q_heads = 32;
+        p.positions = tensor();
+        p.cos_sin = static_cast<const float*>(tensor());
+        p.cos_sin_stride = p.rotary_dim = rotary_dim;
+        p.max_position = 4096;
+        p.interleaved = interleaved;
+        launch::backend().rope_write(p, kContext);
+      }
+}
+
 // The checks read device memory on the host, so they get real arrays; no kernel has written a verdict, so all
 // pass.
 void survey_checks() {
@@ -183,6 +209,7 @@ int main() {
   simt::config().observer = observe;
   survey_attention();
   survey_moves();
+  survey_rotations();
   survey_checks();
   survey_mma_rings<f16>();
   survey_mma_rings<bf16>();
