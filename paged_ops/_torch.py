@@ -152,7 +152,8 @@ _TABLE: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     (
         "attention_shared_prefix(Tensor query, Tensor key_cache, Tensor value_cache, "
         "Tensor shared_block_table, SymInt shared_len, Tensor block_tables, Tensor seq_lens, "
-        "Tensor? cu_seqlens_q, Scalar? scale, Scalar? soft_cap, Tensor? sinks, Tensor(a!) out, "
+        "Tensor? cu_seqlens_q, Scalar? scale, Scalar? soft_cap, Tensor? sinks, Tensor? k_scale, "
+        "Tensor? v_scale, Tensor(a!) out, "
         "Tensor(b!)? lse, bool? check) -> ()",
         _shared_prefix,
         _nothing,
@@ -328,6 +329,8 @@ class _TracedOps:
         scale: float | None,
         soft_cap: float | None,
         sinks: Any,
+        k_scale: Any,
+        v_scale: Any,
         out: Any,
         lse: Any,
         return_lse: bool,
@@ -343,8 +346,9 @@ class _TracedOps:
         if lse is None and return_lse:
             lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         torch.ops.paged_ops.attention_shared_prefix(
-            query, key_cache, value_cache, *tables, scale, soft_cap, sinks, out, lse, check
-        )
+            query, key_cache, value_cache, *tables, scale, soft_cap, sinks,
+            *_scale_tensors(query, k_scale, v_scale), out, lse, check,
+        )  # fmt: skip
         return (out, lse) if return_lse else out
 
     @staticmethod

@@ -30,6 +30,8 @@ def paged_attention_shared_prefix(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: Any = None,
+    k_scale: Any = None,
+    v_scale: Any = None,
     window: int | None = None,
     alibi_slopes: Any = None,
     out: Any = None,
@@ -54,7 +56,7 @@ def paged_attention_shared_prefix(
         cu_seqlens_q: int32 ``[num_seqs + 1]``: causal attention of several query tokens per sequence. None:
             one each. Every query token sees all shared tokens, so that the first one of a sequence stands at
             the last of them or later.
-        scale, soft_cap, out, lse, return_lse: as there.
+        scale, soft_cap, k_scale, v_scale, out, lse, return_lse: as there.
         sinks: as there; counted once per row.
         window, alibi_slopes: refused. Both go by the distance from a query token to a key, which differs from
             sequence to sequence, and the shared blocks meet all of them as rows of one.
@@ -73,12 +75,13 @@ def paged_attention_shared_prefix(
     if ops._compiling(query):
         return ops._torch_ops.shared_prefix(
             query, key_cache, value_cache, shared_block_table, shared_len, block_tables, seq_lens,
-            cu_seqlens_q, scale, soft_cap, sinks, out, lse, return_lse, check,
+            cu_seqlens_q, scale, soft_cap, sinks, k_scale, v_scale, out, lse, return_lse, check,
         )  # fmt: skip
     check = _backend.check_by_default if check is None else ops._flag("check", check)
     return attend_in_parts(
         query, key_cache, value_cache, shared_block_table, shared_len, block_tables, seq_lens,
-        cu_seqlens_q, scale, soft_cap, sinks, out, lse, ops._flag("return_lse", return_lse), check,
+        cu_seqlens_q, scale, soft_cap, sinks, k_scale, v_scale,
+        out, lse, ops._flag("return_lse", return_lse), check,
     )  # fmt: skip
 
 
@@ -94,6 +97,8 @@ def attend_in_parts(
     scale: float | None,
     soft_cap: float | None,
     sinks: Any,
+    k_scale: Any,
+    v_scale: Any,
     out: Any,
     lse: Any,
     return_lse: bool,
@@ -115,7 +120,7 @@ def attend_in_parts(
     def tails(tables: Any, lens: Any, out: Any, lse: Any, return_lse: bool) -> Any:
         return attention(
             query, key_cache, value_cache, tables, lens, cu_seqlens_q, scale, True,
-            None, soft_cap, None, sinks, None, out, lse, return_lse, None, check,
+            None, soft_cap, None, sinks, None, k_scale, v_scale, out, lse, return_lse, None, check,
         )  # fmt: skip
 
     num_seqs, num_tokens = seq_lens.shape[0], getattr(query, "shape", (0,))[0]
@@ -139,7 +144,7 @@ def attend_in_parts(
         shared_out, shared_lse = attention(
             query, key_cache, value_cache, shared_block_table[:num_shared][None],
             _arrays.int32_range(query, shared_len, shared_len + 1, 1), bounds, scale, False,
-            None, soft_cap, None, None, None, None, None, True, None, check,
+            None, soft_cap, None, None, None, k_scale, v_scale, None, None, True, None, check,
         )  # fmt: skip
     except (ValueError, TypeError) as error:
         words = str(error)

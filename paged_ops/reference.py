@@ -30,6 +30,8 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from paged_ops.reference_numbers import dequantise, quantise, scale_of
+
 F64 = NDArray[np.float64]
 
 
@@ -272,46 +274,6 @@ def merge_attention_states(
     return share(out_a, lse_a) + share(out_b, lse_b), lse
 
 
-# --- quantised caches -----------------------------------------------------------------------------------
-
-# The greatest number that quantisation gives, by the name of a cache's dtype.
-LARGEST = {"float8_e4m3fn": 448.0, "float8_e5m2": 57344.0, "int8": 127.0}
-
-
-def dequantise(cache: ArrayLike, scale: ArrayLike | None) -> NDArray[Any]:
-    """`x = q * scale`, float64 as the cache `[num_blocks, block_size, num_kv_heads, head_dim]`.
-
-    scale: a number, `[1]`, `[num_kv_heads]`, or `[num_blocks, block_size, num_kv_heads]`; None leaves a cache
-    that is not quantised as it is.
-    """
-    cache = np.asarray(cache)
-    return cache if scale is None else _float64(cache) * _float64(scale)[..., None]
-
-
-def quantise(rows: NDArray[Any], scale: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[Any]:
-    """`q = rows / scale`, to the nearest (ties to even), saturated at `LARGEST`, infinities too.
-
-    NaN stays NaN, and in int8 becomes 0. rows `[..., head_dim]`, scale as `rows` without it. The quotient is
-    one of float32, so that rounding it is defined to the bit.
-    """
-    with np.errstate(over="ignore", invalid="ignore"):
-        quotient = rows.astype(np.float32) / np.asarray(scale, np.float32)[..., None]
-    quotient = np.clip(quotient, -LARGEST[dtype.name], LARGEST[dtype.name])
-    if dtype == np.int8:
-        quotient = np.rint(np.nan_to_num(quotient, nan=0.0))
-    return quotient.astype(dtype)
-
-
-def scale_of(rows: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.float32]:
-    """The scale per row with which its greatest finite size becomes `LARGEST`; 1 for a row of zeros.
-
-    rows `[..., head_dim]` -> float32 `[...]`.
-    """
-    size = np.abs(rows.astype(np.float32))
-    scale = np.where(np.isfinite(size), size, 0).max(axis=-1) / np.float32(LARGEST[dtype.name])
-    return np.where(scale > 0, scale, np.float32(1))
-
-
 # --- the cache: write, copy, swap, gather ---------------------------------------------------------------
 
 
@@ -466,6 +428,8 @@ def paged_attention_shared_prefix(
     scale: float | None = None,
     soft_cap: float | None = None,
     sinks: ArrayLike | None = None,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     return_lse: bool = False,
 ) -> Any:
     """Causal attention of sequences whose first `shared_len` tokens lie in the same blocks.
@@ -494,6 +458,8 @@ def paged_attention_shared_prefix(
         scale=scale,
         soft_cap=soft_cap,
         sinks=sinks,
+        k_scale=k_scale,
+        v_scale=v_scale,
         return_lse=return_lse,
     )
 

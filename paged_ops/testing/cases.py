@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from paged_ops import reference
+from paged_ops import reference, reference_numbers
 from paged_ops.testing import arrays
 
 Array = NDArray[Any]
@@ -246,7 +246,7 @@ def _scales(case: Case, num_blocks: int, rng: np.random.Generator) -> Any:
     """Scales with which keys and values of a few units fill a cache's numbers, or room for scales."""
     if case.cache_dtype is None:
         return None
-    fitting = 8.0 / min(reference.LARGEST[case.cache_dtype], 448.0)
+    fitting = 8.0 / min(reference_numbers.LARGEST[case.cache_dtype], 448.0)
     if case.scales == "number":
         return fitting
     if case.scales == "token":

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import paged_ops
-from paged_ops import reference
+from paged_ops import reference, reference_numbers
 from paged_ops.testing import arrays
 from paged_ops.testing.backends import HostOps, Target
 from paged_ops.testing.cases import LAYOUTS, Case, build
@@ -90,7 +90,7 @@ def test_a_row_comes_back_as_near_as_the_format_allows(ops: HostOps, cache_dtype
     cache = [np.zeros((8, 4, 2, 64), arrays.CACHE_DTYPES[cache_dtype]) for _ in range(2)]
     scales = [np.full((8, 4, 2), np.nan, F32) for _ in range(2)]
     ops.write_kv_cache(rows, rows, *cache, np.arange(32), k_scale=scales[0], v_scale=scales[1])
-    back = reference.dequantise(cache[0], scales[0]).reshape(rows.shape)
+    back = reference_numbers.dequantise(cache[0], scales[0]).reshape(rows.shape)
     largest = np.abs(rows).max(axis=2, keepdims=True)
     relative, smallest = {
         "float8_e4m3fn": (2.0**-4, 2.0**-10 / 448),
@@ -133,6 +133,19 @@ def test_scales_of_unused_tokens_do_not_show(ops: HostOps, cache_dtype: str) -> 
     changed, _ = inputs.attention(ops)
     require_same_bits("out", out[:5], changed[:5])
     assert np.isnan(changed[5:]).all()
+
+
+@pytest.mark.parametrize("scales", ["number", "head", "token"])
+def test_a_shared_prefix(ops: HostOps, scales: str) -> None:
+    """Attended to once, with the scales of its own blocks."""
+    case = Case((100, 70), (3, 1), num_q_heads=6, cache_dtype="int8", scales=scales)
+    inputs = build(case)
+    inputs.block_tables[1, :2] = inputs.block_tables[0, :2]
+    tensors = inputs.query, inputs.key_cache, inputs.value_cache
+    tables = inputs.block_tables[0, :2].copy(), 32, inputs.block_tables, inputs.seq_lens, inputs.cu_seqlens_q
+    options = {"k_scale": inputs.k_scale, "v_scale": inputs.v_scale}
+    out = ops.paged_attention_shared_prefix(*tensors, *tables, **options)
+    np.testing.assert_allclose(out, inputs.attention(reference)[0], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("scales", ["number", "head", "token"])

@@ -47,7 +47,7 @@ def shared_prefix_arguments(target: Target) -> tuple[Any, ...]:
     tables = x.block_tables[0, :2].contiguous(), 32, x.block_tables, x.seq_lens, x.cu_seqlens_q
     lse = torch.empty(x.query.shape[:2], dtype=torch.float32, device=target.device)
     caches = x.key_cache, x.value_cache
-    return x.query, *caches, *tables, None, None, None, torch.empty_like(x.query), lse, None
+    return x.query, *caches, *tables, *[None] * 5, torch.empty_like(x.query), lse, None
 
 
 def rope_arguments(target: Target) -> tuple[Any, ...]:
