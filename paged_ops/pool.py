@@ -16,6 +16,8 @@ from paged_ops import _arrays
 Layout = Literal["NHD", "HND"]
 
 _HUGE_PAGE_NBYTES = 2 << 20
+# Plain caches, quantised ones.
+_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +96,8 @@ def allocate_kv_pool(
 
     Args:
         num_blocks, block_size, num_layers, num_kv_heads, head_dim: extents, all at least 1.
-        dtype: float32, float16 or bfloat16, as a torch or NumPy dtype or by name.
+        dtype: float32, float16 or bfloat16, or of a quantised cache float8_e4m3fn, float8_e5m2 or int8, as a
+            torch or NumPy dtype or by name. Scales per token are a tensor of the caller's own.
         device: ``"cpu"``, or ``"cuda"`` with an optional ordinal, or a ``torch.device``.
         layout: ``"NHD"`` keeps a token's heads together, ``"HND"`` a head's tokens. The ops take both.
         framework: whose tensor to make. Default: torch for a torch dtype or device or where torch has been
@@ -115,10 +118,10 @@ def allocate_kv_pool(
     if layout not in ("NHD", "HND"):
         raise ValueError(f"layout: is {layout!r}, wanted 'NHD' or 'HND'")
     if dtype is None:
-        raise TypeError("dtype: is None, wanted one of float32, float16, bfloat16")
+        raise TypeError(f"dtype: is None, wanted one of {', '.join(_DTYPES)}")
     dtype_name = _arrays.dtype_name(dtype)
-    if dtype_name not in ("float32", "float16", "bfloat16"):
-        raise TypeError(f"dtype: is {dtype_name}, wanted one of float32, float16, bfloat16")
+    if dtype_name not in _DTYPES:
+        raise TypeError(f"dtype: is {dtype_name}, wanted one of {', '.join(_DTYPES)}")
     device_type = str(device).partition(":")[0]
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device: is {str(device)!r}, wanted 'cpu' or 'cuda'")

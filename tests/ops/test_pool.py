@@ -23,16 +23,17 @@ SIZES = {"num_blocks": 6, "block_size": 4, "num_layers": 3, "num_kv_heads": 2, "
 
 @pytest.mark.parametrize("framework", ["numpy", "torch"])
 @pytest.mark.parametrize("layout", ["NHD", "HND"])
-@pytest.mark.parametrize("dtype", arrays.DTYPES)
+@pytest.mark.parametrize("dtype", [*arrays.DTYPES, *arrays.CACHE_DTYPES])
 def test_pool_has_the_shape_of_the_oracle(framework: Any, layout: Any, dtype: str) -> None:
     if framework == "torch":
         pytest.importorskip("torch")
     pool = paged_ops.allocate_kv_pool(**SIZES, dtype=dtype, layout=layout, framework=framework)
-    wanted = reference.allocate_kv_pool(**SIZES, dtype=arrays.DTYPES[dtype], layout=layout)
+    numpy_dtype = (arrays.DTYPES | arrays.CACHE_DTYPES)[dtype]
+    wanted = reference.allocate_kv_pool(**SIZES, dtype=numpy_dtype, layout=layout)
     assert arrays.same_bits(pool.tensor, wanted.tensor)  # zeros of the same shape and dtype
     assert type(pool.tensor).__module__.partition(".")[0] == framework
-    arrays.to_numpy(pool.tensor)[...] = np.arange(wanted.tensor.size).reshape(wanted.tensor.shape)
-    wanted.tensor[...] = np.arange(wanted.tensor.size).reshape(wanted.tensor.shape)
+    arrays.to_numpy(pool.tensor)[...] = np.arange(wanted.tensor.size).reshape(wanted.tensor.shape) % 101
+    wanted.tensor[...] = np.arange(wanted.tensor.size).reshape(wanted.tensor.shape) % 101
     for layer in range(3):
         for view, right in ((pool.key, wanted.key), (pool.value, wanted.value)):
             assert tuple(view(layer).shape) == (6, 4, 2, 8)
