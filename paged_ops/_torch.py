@@ -218,14 +218,17 @@ def _real(name: str, value: Any) -> float:
     raise TypeError(f"{name}: is a {type(value).__name__}, wanted a number")
 
 
-def _scale_tensors(like: Any, *scales: Any) -> list[Any]:
+def _scale_tensors(like: Any, k_scale: Any, v_scale: Any) -> list[Any]:
     """Scales as tensors, which is what the schemas take: a number becomes one."""
-    return [
-        scale
-        if scale is None or isinstance(scale, torch.Tensor)
-        else torch.full((1,), _real("k_scale, v_scale", scale), dtype=torch.float32, device=like.device)
-        for scale in scales
-    ]
+
+    def tensor(name: str, scale: Any) -> Any:
+        if scale is None or isinstance(scale, torch.Tensor):
+            return scale
+        if hasattr(scale, "__dlpack__"):
+            return torch.as_tensor(scale, device=like.device)
+        return torch.full((1,), _real(name, scale), dtype=torch.float32, device=like.device)
+
+    return [tensor("k_scale", k_scale), tensor("v_scale", v_scale)]
 
 
 class _TracedOps:

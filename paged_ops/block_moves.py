@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from paged_ops import _arrays, _backend, ops
 
 Pairs = NDArray[np.int64]
+_NO_PAIRS: Pairs = np.empty((0, 2), np.int64)
 
 
 def move_blocks(caches: Any, block_pairs: Any, *, scratch: Any = None) -> None:
@@ -48,13 +49,14 @@ def move_real_blocks(caches: list[Any], block_pairs: Any, scratch: list[Any] | N
     """The op on real tensors, in lists."""
     num_blocks = _require_alike(caches)
     pairs = _pairs_of(block_pairs, num_blocks)
-    _backend.module.copy_blocks(
-        caches, pairs[:0].copy(), False
-    )  # every complaint about caches comes from here
+    _copy(caches, pairs[:0])  # every complaint about caches comes from here
     rounds, cycles = _plan(pairs)
     if scratch is None:
         scratch = [_arrays.empty_like(cache, (max(len(cycles), 1), *cache.shape[1:])) for cache in caches]
     at_once = _require_scratch(scratch, caches)
+    for cache, blocks in zip(caches, scratch, strict=True):  # and about scratch from here
+        _swap(cache, blocks, _NO_PAIRS, "caches", "scratch")
+        _swap(blocks, cache, _NO_PAIRS, "scratch", "caches")
     for some in rounds:
         _copy(caches, some)
     for first in range(0, len(cycles), at_once):
@@ -88,8 +90,9 @@ def export_real_blocks(caches: list[Any], block_ids: Any, out: Any) -> Any:
         out = _arrays.empty_like(caches[0], shape)
     _require_packed("out", out, caches, shape)
     pairs = np.stack([ids, np.arange(len(ids))], axis=1)
-    for i, cache in enumerate(caches):
-        _swap(cache, out[:, i], pairs, f"caches[{i}]", "out")
+    for some in (pairs[:0], pairs):  # all complaints before all writes
+        for i, cache in enumerate(caches):
+            _swap(cache, out[:, i], some, f"caches[{i}]", "out")
     return out
 
 
@@ -118,8 +121,9 @@ def import_real_blocks(packed: Any, caches: list[Any], block_ids: Any) -> None:
         packed = _from_bytes(packed, caches[0], shape)
     _require_packed("packed", packed, caches, shape)
     pairs = np.stack([np.arange(len(ids)), ids], axis=1)
-    for i, cache in enumerate(caches):
-        _swap(packed[:, i], cache, pairs, "packed", f"caches[{i}]")
+    for some in (pairs[:0], pairs):  # all complaints before all writes
+        for i, cache in enumerate(caches):
+            _swap(packed[:, i], cache, some, "packed", f"caches[{i}]")
 
 
 def packed_shape(caches: list[Any], count: int) -> tuple[int, ...]:

@@ -76,8 +76,8 @@ def paged_attention_decode(
 
     ``out[s, h] = softmax_j(scale * query[s, h] . key[s, j, h // group]) @ value[s, j, h // group]`` over the
     ``seq_lens[s]`` tokens ``j`` of sequence ``s`` (Kwon et al., PagedAttention, SOSP 2023, eq. 4),
-    accumulated in float32. The bits of a row depend on nothing but that row's own query, keys, values and
-    length.
+    accumulated in float32. The bits of a row depend on nothing but that row's own query, keys, values,
+    length, rules and scales.
 
     Args:
         query: ``[num_seqs, num_q_heads, head_dim]``; ``num_q_heads`` is a multiple of the caches'
@@ -89,7 +89,8 @@ def paged_attention_decode(
         seq_lens: int32 ``[num_seqs]``. A sequence of length 0 gives output 0 and LSE ``-inf``.
         scale: multiplies the logits; default ``head_dim ** -0.5``.
         window: a query sees its own position and the ``window - 1`` before it only (Mistral's sliding window;
-            FlashAttention's left window is ``window - 1``). Blocks before it are not read.
+            FlashAttention's left window is ``window - 1``). Tiles of keys before it are left out; their
+            entries in the table still have to be blocks.
         soft_cap: ``logit = soft_cap * tanh(scale * query . key / soft_cap)`` (Gemma 2).
         alibi_slopes: float32 ``[num_q_heads]``: logits gain ``slope * (key position - query position)``,
             after the soft cap (Press et al. 2022, arXiv:2108.12409).
@@ -312,7 +313,7 @@ def gather_kv_cache(
     """Gather the sequences' keys and values into contiguous rows, one sequence after the other.
 
     Args:
-        key_cache, value_cache, block_tables, seq_lens: as in :func:`paged_attention_decode`.
+        key_cache, value_cache, block_tables, seq_lens: as in :func:`paged_attention_decode`, not quantised.
         out: ``(key, value)`` to write to, ``[num_rows, num_kv_heads, head_dim]`` each.
         num_tokens: rows to allocate without ``out``. On the CPU the default is the sum of ``seq_lens``; on a
             GPU, where reading it would stop the stream, the bound ``num_seqs * max_blocks_per_seq *
@@ -396,7 +397,10 @@ def supports(
     block_size: int = 16,
     cache_dtype: Any = None,
 ) -> Support:
-    """Whether the ops take this combination, by the predicate that each call asks. Same on every backend."""
+    """Whether the ops take this combination, by the predicate that each call asks.
+
+    The same on every backend, but that CUDA refuses quantised caches so far.
+    """
     counts = {
         "num_q_heads": num_q_heads,
         "num_kv_heads": num_kv_heads,

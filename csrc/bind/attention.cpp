@@ -103,8 +103,8 @@ py::object attention(py::handle query_in, py::handle key_cache_in, py::handle va
   query.require_shape(2, p.kv.key_head_dim, "head_dim, as in key_cache");
   require_supported(query, p.dtype, p.num_q_heads, p.kv);
   for (const Array* array : {&key_cache, &block_tables, &seq_lens}) array->require_same_device(query);
-  p.kv.key_scale = scale_view(k_scale, k_scale_in, "k_scale", key_cache, Array::Use::input);
-  p.kv.value_scale = scale_view(v_scale, v_scale_in, "v_scale", value_cache, Array::Use::input);
+  p.kv.key_scale = scale_view(k_scale, k_scale_in, "k_scale", key_cache, false);
+  p.kv.value_scale = scale_view(v_scale, v_scale_in, "v_scale", value_cache, false);
   p.query = query.data();
   p.query_stride_token = query.stride_nbytes(0);
   p.query_stride_head = query.stride_nbytes(1);
@@ -119,6 +119,8 @@ py::object attention(py::handle query_in, py::handle key_cache_in, py::handle va
              .tree_mask = vector_or_none<int64_t>(tree_mask, tree_mask_in, "tree_mask", DType::i64,
                                                   p.num_tokens, "[num_tokens]", query)};
   PAGED_OPS_REQUIRE(!p.rules.tree_mask || causal, "tree_mask: is given without causal, which it narrows");
+  PAGED_OPS_REQUIRE(!p.rules.tree_mask || !cu_seqlens_q_in.is_none(),
+                    "tree_mask: is given without cu_seqlens_q, for one query token per sequence");
 
   if (cu_seqlens_q_in.is_none()) {
     query.require_shape(0, p.tables.num_seqs,

@@ -22,14 +22,9 @@ void write_kv_cache(py::handle key_in, py::handle value_in, py::handle key_cache
   require_rows(key, p.dtype, p.kv, p.kv.key_head_dim, "as in key_cache");
   require_rows(value, p.dtype, p.kv, p.kv.value_head_dim, "as in value_cache");
   value.require_shape(0, key.shape(0), "num_tokens, as in key");
-  // Scales per token are written.
   std::optional<Array> k_scale, v_scale;
-  const auto use_of = [](py::handle scale) {
-    const bool per_token = py::hasattr(scale, "ndim") && scale.attr("ndim").cast<int>() == 3;
-    return per_token ? Array::Use::output : Array::Use::input;
-  };
-  p.kv.key_scale = scale_view(k_scale, k_scale_in, "k_scale", key_cache, use_of(k_scale_in));
-  p.kv.value_scale = scale_view(v_scale, v_scale_in, "v_scale", value_cache, use_of(v_scale_in));
+  p.kv.key_scale = scale_view(k_scale, k_scale_in, "k_scale", key_cache, true);
+  p.kv.value_scale = scale_view(v_scale, v_scale_in, "v_scale", value_cache, true);
   slot_mapping.require_ndim(1, "[num_tokens]");
   slot_mapping.require_dtype(DType::i64);
   slot_mapping.require_contiguous();
@@ -52,7 +47,9 @@ void write_kv_cache(py::handle key_in, py::handle value_in, py::handle key_cache
   p.value_stride_head = value.stride_nbytes(1);
   p.num_tokens = narrow(slot_mapping.shape(0), "num_tokens of slot_mapping");
 
-  const bool recording = require_no_gradient({&key, &value, &key_cache, &value_cache});
+  const auto or_key = [&](const std::optional<Array>& array) { return array ? &*array : &key; };
+  const bool recording =
+      require_no_gradient({&key, &value, &key_cache, &value_cache, or_key(k_scale), or_key(v_scale)});
   const Backend& backend = backend_for(key_cache);
   const Context context = context_for(key_cache, check);
   if (p.num_tokens == 0) return;

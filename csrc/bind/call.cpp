@@ -69,7 +69,7 @@ void require_scale(double scale, const char* name) {
 }  // namespace
 
 ScaleView scale_view(std::optional<Array>& array, py::handle scale, const char* name, const Array& cache,
-                     Array::Use use) {
+                     bool writes) {
   ScaleView view{.uniform = 1.0f};
   if (!is_quantised(cache.dtype())) {
     PAGED_OPS_REQUIRE(scale.is_none(), name, ": is given, and ", cache.name(), " is ", cache.dtype_name(),
@@ -88,9 +88,10 @@ ScaleView scale_view(std::optional<Array>& array, py::handle scale, const char* 
     }
     require_scale(value, name);
     view.uniform = float(value);
+    require_scale(view.uniform, name);  // no longer above 0, perhaps
     return view;
   }
-  array.emplace(scale, name, use);
+  array.emplace(scale, name);
   array->require_dtype(DType::f32);
   array->require_same_device(cache);
   view.data = static_cast<float*>(array->data());
@@ -98,6 +99,7 @@ ScaleView scale_view(std::optional<Array>& array, py::handle scale, const char* 
     array->require_shape(0, cache.shape(0), "num_blocks, as in the cache");
     array->require_shape(1, cache.shape(1), "block_size, as in the cache");
     array->require_shape(2, cache.shape(2), "num_kv_heads, as in the cache");
+    if (writes) array.emplace(scale, name, Array::Use::output);
     view.per_token = true;
     view.stride_block = array->stride_nbytes(0);
     view.stride_token = array->stride_nbytes(1);

@@ -31,8 +31,9 @@ PagedKV paged_kv(const Array& key_cache, const Array& value_cache);
 
 // What scales a quantised cache, as the caller gives it: a number, or float32 [1], [num_kv_heads] or
 // [num_blocks, block_size, num_kv_heads]. `array` keeps a tensor's view. None for any other cache.
+// writes: the op finds scales of the last form and stores them.
 ScaleView scale_view(std::optional<Array>& array, py::handle scale, const char* name, const Array& cache,
-                     Array::Use use);
+                     bool writes);
 
 // block_tables int32 [num_seqs, max_blocks_per_seq] and seq_lens int32 [num_seqs].
 BlockTables block_tables_of(const Array& block_tables, const Array& seq_lens);

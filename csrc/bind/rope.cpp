@@ -33,10 +33,10 @@ py::object rope_and_write_kv_cache(py::handle query_in, py::handle key_in, py::h
   RopeWriteParams p{};
   CacheWriteParams& w = p.write;
   w.kv = paged_kv(key_cache, value_cache);
-  require_supported(key_cache, w.kv.dtype, w.kv.num_kv_heads, w.kv);
   if (is_quantised(w.kv.dtype))
     fail<TypeError>("key_cache: dtype is ", key_cache.dtype_name(),
-                    ", wanted float32, float16 or bfloat16; rotate first and call write_kv_cache");
+                    ", wanted float32, float16 or bfloat16: this op has no scales");
+  require_supported(key_cache, w.kv.dtype, w.kv.num_kv_heads, w.kv);
   require_rows(key, w.kv.dtype, w.kv, w.kv.key_head_dim, "as in key_cache");
   require_rows(value, w.kv.dtype, w.kv, w.kv.value_head_dim, "as in value_cache");
   value.require_shape(0, key.shape(0), "num_tokens, as in key");

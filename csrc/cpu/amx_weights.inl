@@ -270,7 +270,10 @@ __attribute__((noinline)) void apply_rule(const LogitRule& rule, const Rows& row
     for (int t = 0; t < kStepTokens; t += kTokens) {
       const __m512i place = _mm512_permutexvar_epi32(tokens, _mm512_loadu_si512(places + t));
       const Vec distance = _mm512_cvtepi32_ps(_mm512_sub_epi32(place, query_place));
-      store(x + t * kColumns, rule.apply(load(x + t * kColumns), slope, distance));
+      const Vec logits = rule.apply(load(x + t * kColumns), slope, distance);
+      // A slope may be a NaN of any bits; what round_words() expects is the default one.
+      const __mmask16 nan = _mm512_cmp_ps_mask(logits, logits, _CMP_UNORD_Q);
+      store(x + t * kColumns, _mm512_mask_mov_ps(logits, nan, broadcast(__builtin_nanf(""))));
     }
   }
 }

@@ -154,7 +154,7 @@ void fold(const AttentionParams& p, const AttentionTask& task) {
   for (int row = 0; row < num_rows; row++) {
     // Chunks from a row's last key on have states too, but of no keys.
     const int32_t position = task.position + row / group;
-    const int visible = !p.causal ? seq_len : position < 0 ? 0 : position + 1;
+    const int visible = end_visible_key(p.causal, seq_len, position);
     const int num_chunks = chunks_of(visible) - task.first_chunk;
     for (int head = task.head_begin; head < task.head_end; head++) {
       float* state = task.states + (int64_t(head) * num_rows + row) * record;

@@ -65,13 +65,17 @@ struct TokenQuantise {
     const char* from_row = source + token * source_stride_token;
     char* to_row =
         static_cast<char*>(cache.data) + block * cache.stride_block + in_block * cache.stride_token;
-    char* scales =
-        reinterpret_cast<char*>(scale.data) + block * scale.stride_block + in_block * scale.stride_token;
+    const int64_t scale_offset = block * scale.stride_block + in_block * scale.stride_token;
     for (int32_t head = 0; head < num_heads; head++) {
       const char* row = from_row + head * source_stride_head;
-      auto* const own = reinterpret_cast<float*>(scales + head * scale.stride_head);
-      if (scale.per_token) *own = scale_of_row(row, from, dim, to);
-      quantise_row(row, from, dim, scale.data ? *own : scale.uniform, to_row + head * cache.stride_head, to);
+      float used = scale.uniform;
+      if (scale.data) {
+        auto* const own = reinterpret_cast<float*>(reinterpret_cast<char*>(scale.data) + scale_offset +
+                                                   head * scale.stride_head);
+        if (scale.per_token) *own = scale_of_row(row, from, dim, to);
+        used = *own;
+      }
+      quantise_row(row, from, dim, used, to_row + head * cache.stride_head, to);
     }
   }
 };

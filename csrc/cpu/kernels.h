@@ -34,6 +34,11 @@ static constexpr int32_t first_visible_key(int32_t window, int32_t place) {
   return window > 0 && place >= window ? place - window + 1 : 0;
 }
 
+// Where the keys end that a query token at `position` sees.
+static constexpr int32_t end_visible_key(bool causal, int32_t seq_len, int32_t position) {
+  return !causal ? seq_len : position < 0 ? 0 : position + 1;
+}
+
 // Query tokens [query_begin, query_end) of a sequence with KV heads [head_begin, head_end).
 struct AttentionTask {
   int32_t seq;

@@ -78,18 +78,19 @@ struct RowMemory {
       tree_begin = seq_len - num_tree_tokens;
       for (int t = 0; t < num_tree_tokens; t++)
         tree_place[t] = tree_begin + __builtin_popcountll(ancestors(p.rules.tree_mask[first_row + t], t)) - 1;
+      for (int t = num_tree_tokens; t < kMaxTreeTokens; t++) tree_place[t] = tree_begin + t;
     }
     for (int t = 0, row = 0; t < num_tokens; t++) {
       const int32_t position = task.position + t;
       const int32_t at = p.rules.tree_mask ? tree_place[first_token + t] : position;
       const int32_t from = first_visible_key(p.rules.window, at);
-      const int32_t end = !p.causal ? seq_len : position < 0 ? 0 : position + 1;
+      const int32_t end = end_visible_key(p.causal, seq_len, position);
       uint64_t bits = 0;
       if (p.rules.tree_mask)
         for (uint64_t left = ancestors(p.rules.tree_mask[task.query_begin + t], first_token + t); left != 0;
              left &= left - 1) {
           const int i = __builtin_ctzll(left);
-          if (p.rules.window == 0 || tree_place[i] > at - p.rules.window) bits |= uint64_t(1) << i;
+          if (p.rules.window == 0 || at - tree_place[i] < p.rules.window) bits |= uint64_t(1) << i;
         }
       for (int g = 0; g < group; g++, row++) {
         first[row] = from;

@@ -72,6 +72,18 @@ def test_a_tree_narrows_causal(ops: HostOps) -> None:
     assert "causal" in require_refused(ops, call, ("tree_mask",), ValueError)
 
 
+def test_a_tree_has_several_tokens_per_sequence(target: Target) -> None:
+    """The public ops cannot ask for anything else, the registered one can."""
+    torch = pytest.importorskip("torch")
+    call = decode()
+    tensors = [torch.from_numpy(call.arguments[name]).to(target.device) for name in list(call.arguments)[:6]]
+    *inputs, out = tensors
+    mask = torch.ones(3, dtype=torch.int64, device=target.device)
+    rules = None, None, None, None, mask, None, None
+    with target.use(), pytest.raises(ValueError, match="^tree_mask: is given without cu_seqlens_q"):
+        torch.ops.paged_ops.attention(*inputs, None, None, True, *rules, out, None, None, None)
+
+
 def test_a_tree_is_no_wider_than_its_masks(ops: HostOps) -> None:
     call = varlen()
     call.arguments |= {"query": np.ones((70, 4, 16), np.float32), "tree_mask": np.ones(70, np.int64)}

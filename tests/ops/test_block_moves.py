@@ -289,3 +289,22 @@ def test_in_a_full_graph(target: Target) -> None:
         assert arrays.same_bits(wanted, actual)
         for a, b in zip(eager[0], traced[0], strict=True):
             assert arrays.same_bits(a, b)
+
+
+def test_nothing_is_written_before_all_tensors_are_looked_at(ops: HostOps) -> None:
+    """Scratch and later caches that cannot be written, or that share memory, are found out first."""
+    caches = [np.arange(24, dtype=np.float32).reshape(6, 4) for _ in range(2)]
+    before = [cache.copy() for cache in caches]
+    scratch = [np.zeros((1, 4), np.float32) for _ in range(2)]
+    scratch[1].flags.writeable = False
+    pairs = np.array([[0, 1], [2, 3], [3, 2]])
+    if ops.target.device == "cpu":
+        with pytest.raises(ValueError, match="^scratch: is read-only"):
+            ops.move_blocks(caches, pairs, scratch=scratch)
+    packed = np.ones((1, 2, 4), np.float32)
+    caches[1].flags.writeable = False
+    if ops.target.device == "cpu":
+        with pytest.raises(ValueError, match=r"^caches\[1\]: is read-only"):
+            ops.import_blocks(packed, caches, [3])
+    for cache, old in zip(caches, before, strict=True):
+        assert (cache == old).all()

@@ -195,7 +195,7 @@ def test_faults_of_scales_are_seen(ops: HostOps, cache_dtype: str) -> None:
 
 BAD_SCALES: list[tuple[Any, type[Exception], str]] = [
     (None, ValueError, "is None, wanted a number or float32"),
-    *((x, ValueError, "wanted a finite number above 0") for x in (0.0, -1.0, np.nan, np.inf, 1e39)),
+    *((x, ValueError, "wanted a finite number above 0") for x in (0.0, -1.0, np.nan, np.inf, 1e39, 1e-60)),
     *(
         (np.array([x, 1.0], F32), ValueError, "wanted a finite number above 0")
         for x in (0.0, -1.0, np.nan, np.inf)
@@ -245,6 +245,18 @@ def test_what_is_written_stays_apart_from_its_scales(ops: HostOps) -> None:
     rows = np.ones((3, 2, 8), F32)
     with pytest.raises(ValueError, match="share"):
         ops.write_kv_cache(rows, rows, *caches, np.arange(3), k_scale=scales, v_scale=scales)
+
+
+def test_scales_that_are_written_have_no_gradient(ops: HostOps) -> None:
+    torch = pytest.importorskip("torch")
+    caches = [torch.zeros(4, 16, 2, 8, dtype=torch.int8) for _ in range(2)]
+    rows, scales = torch.ones(3, 2, 8), torch.ones(4, 16, 2, requires_grad=True)
+    with pytest.raises(ValueError, match="^k_scale: requires a gradient"):
+        paged_ops.write_kv_cache(rows, rows, *caches, torch.arange(3), k_scale=scales, v_scale=1.0)
+    one = torch.ones(1).expand(4, 16, 2)
+    with pytest.raises(ValueError, match="^k_scale: "):
+        paged_ops.write_kv_cache(rows, rows, *caches, torch.arange(3), k_scale=one, v_scale=1.0)
+    assert not any(cache.any() for cache in caches)
 
 
 def test_supports_says_so() -> None:

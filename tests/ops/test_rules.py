@@ -170,6 +170,17 @@ def test_drafts_that_a_row_does_not_see_do_not_show(
             require_same_bits("lse", lse[rows], lse_changed[rows])
 
 
+@pytest.mark.parametrize("bits", [0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF, 0x7F800001])
+@pytest.mark.parametrize("dtype", arrays.DTYPES)
+def test_a_slope_that_is_no_number_shows(ops: HostOps, dtype: str, bits: int) -> None:
+    """Whatever its bits: not as a row without keys."""
+    inputs = build(Case((40, 3), None, dtype, 6, 2, alibi=True))
+    inputs.alibi_slopes[1] = np.array(bits, np.uint32).view(np.float32)
+    out, lse = inputs.attention(ops)
+    assert np.isnan(out[:, 1]).all() and np.isnan(lse[:, 1]).all()
+    assert np.isfinite(out[:, [0, 2, 3, 4, 5]].astype(np.float32)).all()
+
+
 # --- a row's bits are its own ---------------------------------------------------------------------------
 
 
