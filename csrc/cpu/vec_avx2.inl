@@ -48,8 +48,9 @@ inline Vec exp2(Vec x) {
   Vec y = broadcast(kExp2[6]);
 #pragma GCC unroll 6
   for (int i = 5; i >= 0; i--) y = fma(y, f, broadcast(kExp2[i]));
-  const __m256i scaled =
-      _mm256_add_epi32(_mm256_castps_si256(y), _mm256_slli_epi32(_mm256_castps_si256(shifted), 23));
+  const __m256i exponent = _mm256_slli_epi32(_mm256_castps_si256(shifted), 23);
+  const __m256i number = _mm256_castps_si256(_mm256_cmp_ps(x, x, _CMP_ORD_Q));
+  const __m256i scaled = _mm256_add_epi32(_mm256_castps_si256(y), _mm256_and_si256(exponent, number));
   return _mm256_and_ps(_mm256_cmp_ps(x, broadcast(-126.0f), _CMP_NLT_UQ), _mm256_castsi256_ps(scaled));
 }
 

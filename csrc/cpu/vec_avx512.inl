@@ -51,8 +51,9 @@ inline Vec exp2(Vec x) {
 #pragma GCC unroll 6
   for (int i = 5; i >= 0; i--) y = fma(y, f, broadcast(kExp2[i]));
   const __mmask16 normal = _mm512_cmp_ps_mask(x, broadcast(-126.0f), _CMP_NLT_UQ);
-  return _mm512_castsi512_ps(_mm512_maskz_add_epi32(normal, _mm512_castps_si512(y),
-                                                    _mm512_slli_epi32(_mm512_castps_si512(shifted), 23)));
+  const __mmask16 number = _mm512_cmp_ps_mask(x, x, _CMP_ORD_Q);
+  return _mm512_castsi512_ps(_mm512_maskz_add_epi32(
+      normal, _mm512_castps_si512(y), _mm512_maskz_slli_epi32(number, _mm512_castps_si512(shifted), 23)));
 }
 
 // Transposes and adds by halves. Each step joins p and q: a blend takes half the lanes of each, a shuffle

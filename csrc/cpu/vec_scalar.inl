@@ -51,7 +51,7 @@ inline Vec exp2(Vec x) {
   const Vec f = x - (shifted - broadcast(kExp2Shift));
   Vec y = broadcast(kExp2[6]);
   for (int i = 5; i >= 0; i--) y = fma(y, f, broadcast(kExp2[i]));
-  const IntVec scaled = (IntVec)y + ((IntVec)shifted << 23);
+  const IntVec scaled = (IntVec)y + (((IntVec)shifted << 23) & (x == x));  // no exponent for a NaN's bits
   return (Vec)(~(x < broadcast(-126.0f)) & scaled);
 }
 
