@@ -135,7 +135,7 @@ def _one_token_written(setting: Setting) -> Trial:
         written = torch.equal(data.key_cache[0, 3], key[0]) and torch.equal(data.value_cache[0, 3], key[0])
         return "" if written else "the row is not in its slot"
 
-    native = (*arguments, True)
+    native = (*arguments, None, None, True)
     return Trial(
         {"ours": Candidate(_repeated(paged_ops.write_kv_cache, *arguments), check)},
         {"native module": Candidate(_repeated(paged_ops._native.write_kv_cache, *native), check)},
