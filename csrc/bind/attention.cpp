@@ -19,19 +19,9 @@ size_t padded(size_t nbytes) { return nbytes ? nbytes + kWorkspaceAlignment : 0;
 // Logits are taken to base 2: so much larger a factor becomes.
 constexpr double kLargestFactor = std::numeric_limits<float>::max() / 1.4427;
 
-double number(py::handle object, const char* name) {
-  const double value = PyFloat_AsDouble(object.ptr());
-  if (value == -1.0 && PyErr_Occurred()) {
-    if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
-    PyErr_Clear();
-    fail<TypeError>(name, ": is a ", Py_TYPE(object.ptr())->tp_name, ", wanted a number");
-  }
-  return value;
-}
-
 float scale_or_default(py::handle scale, int head_dim) {
   if (scale.is_none()) return 1.0f / std::sqrt(float(head_dim));
-  const double value = number(scale, "scale");
+  const double value = number(scale, "scale", "a number");
   PAGED_OPS_REQUIRE(std::abs(value) < kLargestFactor, "scale: is ", value, ", wanted a number below ",
                     kLargestFactor);
   return float(value);
@@ -39,7 +29,7 @@ float scale_or_default(py::handle scale, int head_dim) {
 
 float soft_cap_or_none(py::handle soft_cap) {
   if (soft_cap.is_none()) return 0.0f;
-  const double value = number(soft_cap, "soft_cap");
+  const double value = number(soft_cap, "soft_cap", "a number");
   // A reciprocal of it is taken, too.
   constexpr double kLeast = 1e-30;
   PAGED_OPS_REQUIRE(value >= kLeast && value < kLargestFactor, "soft_cap: is ", value,

@@ -19,17 +19,10 @@ void write_kv_cache(py::handle key_in, py::handle value_in, py::handle key_cache
   p.kv = paged_kv(key_cache, value_cache);
   p.dtype = is_quantised(p.kv.dtype) ? key.dtype() : p.kv.dtype;
   require_supported(is_quantised(p.kv.dtype) ? key : key_cache, p.dtype, p.kv.num_kv_heads, p.kv);
-  require_rows(key, p.dtype, p.kv, p.kv.key_head_dim, "as in key_cache");
-  require_rows(value, p.dtype, p.kv, p.kv.value_head_dim, "as in value_cache");
-  value.require_shape(0, key.shape(0), "num_tokens, as in key");
+  fill_rows(p, key, value, slot_mapping);
   std::optional<Array> k_scale, v_scale;
   p.kv.key_scale = scale_view(k_scale, k_scale_in, "k_scale", key_cache, true);
   p.kv.value_scale = scale_view(v_scale, v_scale_in, "v_scale", value_cache, true);
-  slot_mapping.require_ndim(1, "[num_tokens]");
-  slot_mapping.require_dtype(DType::i64);
-  slot_mapping.require_contiguous();
-  PAGED_OPS_REQUIRE(slot_mapping.shape(0) <= key.shape(0), "slot_mapping: shape is ",
-                    slot_mapping.shape_text(), ", wanted at most the ", key.shape(0), " tokens of key");
   for (const Array* array : {&key, &value, &slot_mapping}) array->require_same_device(key_cache);
   const auto given = [](const std::optional<Array>& array, bool per_token) {
     return array && per_token ? &*array : nullptr;
@@ -37,15 +30,6 @@ void write_kv_cache(py::handle key_in, py::handle value_in, py::handle key_cache
   const Array* const k_scales = given(k_scale, p.kv.key_scale.per_token);
   const Array* const v_scales = given(v_scale, p.kv.value_scale.per_token);
   require_apart({&key_cache, &value_cache, k_scales, v_scales}, {&key, &value, &slot_mapping});
-
-  p.key = key.data();
-  p.value = value.data();
-  p.slot_mapping = static_cast<const int64_t*>(slot_mapping.data());
-  p.key_stride_token = key.stride_nbytes(0);
-  p.key_stride_head = key.stride_nbytes(1);
-  p.value_stride_token = value.stride_nbytes(0);
-  p.value_stride_head = value.stride_nbytes(1);
-  p.num_tokens = narrow(slot_mapping.shape(0), "num_tokens of slot_mapping");
 
   const auto or_key = [&](const std::optional<Array>& array) { return array ? &*array : &key; };
   const bool recording =

@@ -59,6 +59,16 @@ PagedKV paged_kv(const Array& key_cache, const Array& value_cache) {
                  .dtype = key_cache.dtype()};
 }
 
+double number(py::handle object, const char* name, const char* wanted) {
+  const double value = PyFloat_AsDouble(object.ptr());
+  if (value == -1.0 && PyErr_Occurred()) {
+    if (!PyErr_ExceptionMatches(PyExc_TypeError)) throw py::error_already_set();
+    PyErr_Clear();
+    fail<TypeError>(name, ": is a ", Py_TYPE(object.ptr())->tp_name, ", wanted ", wanted);
+  }
+  return value;
+}
+
 namespace {
 
 void require_scale(double scale, const char* name) {
@@ -81,11 +91,7 @@ ScaleView scale_view(std::optional<Array>& array, py::handle scale, const char* 
   PAGED_OPS_REQUIRE(!scale.is_none(), name, ": is None, wanted ", wanted, ", for ", cache.name(), " is ",
                     cache.dtype_name());
   if (PyFloat_Check(scale.ptr()) || PyLong_Check(scale.ptr()) || !py::hasattr(scale, "__dlpack__")) {
-    const double value = PyFloat_AsDouble(scale.ptr());
-    if (value == -1.0 && PyErr_Occurred()) {
-      PyErr_Clear();
-      fail<TypeError>(name, ": is a ", Py_TYPE(scale.ptr())->tp_name, ", wanted ", wanted);
-    }
+    const double value = number(scale, name, wanted);
     require_scale(value, name);
     view.uniform = float(value);
     require_scale(view.uniform, name);  // no longer above 0, perhaps
@@ -150,6 +156,25 @@ void require_rows(const Array& rows, DType dtype, const PagedKV& kv, int head_di
   rows.require_shape(1, kv.num_kv_heads, cache_name);
   rows.require_shape(2, head_dim, cache_name);
   rows.require_last_contiguous();
+}
+
+void fill_rows(CacheWriteParams& p, const Array& key, const Array& value, const Array& slot_mapping) {
+  require_rows(key, p.dtype, p.kv, p.kv.key_head_dim, "as in key_cache");
+  require_rows(value, p.dtype, p.kv, p.kv.value_head_dim, "as in value_cache");
+  value.require_shape(0, key.shape(0), "num_tokens, as in key");
+  slot_mapping.require_ndim(1, "[num_tokens]");
+  slot_mapping.require_dtype(DType::i64);
+  slot_mapping.require_contiguous();
+  PAGED_OPS_REQUIRE(slot_mapping.shape(0) <= key.shape(0), "slot_mapping: shape is ",
+                    slot_mapping.shape_text(), ", wanted at most the ", key.shape(0), " tokens of key");
+  p.key = key.data();
+  p.value = value.data();
+  p.slot_mapping = static_cast<const int64_t*>(slot_mapping.data());
+  p.key_stride_token = key.stride_nbytes(0);
+  p.key_stride_head = key.stride_nbytes(1);
+  p.value_stride_token = value.stride_nbytes(0);
+  p.value_stride_head = value.stride_nbytes(1);
+  p.num_tokens = narrow(slot_mapping.shape(0), "num_tokens of slot_mapping");
 }
 
 void require_same_or_apart(const Array& output, const Array& input) {

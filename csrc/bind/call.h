@@ -29,6 +29,9 @@ Context context_for(const Array& array, bool check);
 // [num_blocks, block_size, num_kv_heads, head_dim], same dtype, device and first three extents.
 PagedKV paged_kv(const Array& key_cache, const Array& value_cache);
 
+// The number that an object is, or a TypeError that says what was wanted.
+double number(py::handle object, const char* name, const char* wanted);
+
 // What scales a quantised cache, as the caller gives it: a number, or float32 [1], [num_kv_heads] or
 // [num_blocks, block_size, num_kv_heads]. `array` keeps a tensor's view. None for any other cache.
 // writes: the op finds scales of the last form and stores them.
@@ -43,6 +46,9 @@ void require_supported(const Array& array, DType dtype, int64_t num_q_heads, con
 
 // Keys or values of tokens, as the cache has them: [num_tokens, num_kv_heads, head_dim].
 void require_rows(const Array& rows, DType dtype, const PagedKV& kv, int head_dim, const char* cache_name);
+
+// The rows and slots of a write, checked, into `p`, whose kv and dtype are there.
+void fill_rows(CacheWriteParams& p, const Array& key, const Array& value, const Array& slot_mapping);
 
 // Element i of an output may only depend on element i of an input that shares its memory.
 void require_same_or_apart(const Array& output, const Array& input);

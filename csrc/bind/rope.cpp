@@ -37,15 +37,9 @@ py::object rope_and_write_kv_cache(py::handle query_in, py::handle key_in, py::h
     fail<TypeError>("key_cache: dtype is ", key_cache.dtype_name(),
                     ", wanted float32, float16 or bfloat16: this op has no scales");
   require_supported(key_cache, w.kv.dtype, w.kv.num_kv_heads, w.kv);
-  require_rows(key, w.kv.dtype, w.kv, w.kv.key_head_dim, "as in key_cache");
-  require_rows(value, w.kv.dtype, w.kv, w.kv.value_head_dim, "as in value_cache");
-  value.require_shape(0, key.shape(0), "num_tokens, as in key");
+  w.dtype = w.kv.dtype;
+  fill_rows(w, key, value, slot_mapping);
   require_queries(query, key, w.kv);
-  slot_mapping.require_ndim(1, "[num_tokens]");
-  slot_mapping.require_dtype(DType::i64);
-  slot_mapping.require_contiguous();
-  PAGED_OPS_REQUIRE(slot_mapping.shape(0) <= key.shape(0), "slot_mapping: shape is ",
-                    slot_mapping.shape_text(), ", wanted at most the ", key.shape(0), " tokens of key");
   positions.require_ndim(1, "[num_tokens]");
   if (!positions.is(DType::i32) && !positions.is(DType::i64))
     fail<TypeError>("positions: dtype is ", positions.dtype_name(), ", wanted int64 or int32");
@@ -72,15 +66,6 @@ py::object rope_and_write_kv_cache(py::handle query_in, py::handle key_in, py::h
   require_apart({&key_cache, &value_cache, &query_out}, {&key, &value, &slot_mapping, &positions, &cos_sin});
   require_apart({&key_cache, &value_cache}, {&query});
 
-  w.key = key.data();
-  w.value = value.data();
-  w.slot_mapping = static_cast<const int64_t*>(slot_mapping.data());
-  w.key_stride_token = key.stride_nbytes(0);
-  w.key_stride_head = key.stride_nbytes(1);
-  w.value_stride_token = value.stride_nbytes(0);
-  w.value_stride_head = value.stride_nbytes(1);
-  w.num_tokens = narrow(slot_mapping.shape(0), "num_tokens of slot_mapping");
-  w.dtype = w.kv.dtype;
   p.query = query.data();
   p.query_out = query_out.data();
   p.query_stride_token = query.stride_nbytes(0);

@@ -29,11 +29,6 @@ static constexpr int64_t state_floats(int value_head_dim) {
   return kStateHeader + int64_t(value_head_dim + kStateGrain - 1) / kStateGrain * kStateGrain;
 }
 
-// The first key that a query token at `place` sees with a window; 0 stands for none.
-static constexpr int32_t first_visible_key(int32_t window, int32_t place) {
-  return window > 0 && place >= window ? place - window + 1 : 0;
-}
-
 // Where the keys end that a query token at `position` sees.
 static constexpr int32_t end_visible_key(bool causal, int32_t seq_len, int32_t position) {
   return !causal ? seq_len : position < 0 ? 0 : position + 1;

@@ -4,8 +4,6 @@
 // Rows of a KV head are token-major (row = token * group + query head of the group) and the same for every
 // head of a task. params/attention.h says what the rules mean.
 
-inline uint32_t lowest_bits(int n) { return n <= 0 ? 0u : n >= 32 ? ~0u : (1u << n) - 1; }
-
 // A row sees the keys [first, visible), but of those from tree_begin on only the ones that have their bits.
 struct Rows {
   int count;

@@ -13,15 +13,6 @@ namespace paged_ops::kernels {
 
 enum class Rules { none, some };
 
-// The first key that a query token at `place` sees.
-PAGED_OPS_HOST_DEVICE inline int first_in_window(int window, int place) {
-  return window > 0 && place >= window ? place - window + 1 : 0;
-}
-
-PAGED_OPS_HOST_DEVICE inline uint32_t lowest_bits(int n) {
-  return n <= 0 ? 0u : n >= 32 ? ~0u : (1u << n) - 1;
-}
-
 // The rows of a tile that a column sees which has these bits of the tree that begins `before` rows after the
 // tile's first: those, and the ones before the tree.
 PAGED_OPS_HOST_DEVICE inline uint32_t tree_rows(uint64_t bits, int before) {
@@ -58,11 +49,11 @@ struct Places {
     int least = place(token(0));
     if (tree())  // where later tokens may stand before earlier ones
       for (int t = token(0) + 1; t <= token(tile.num_columns - 1); t++) least = min(least, place(t));
-    return first_in_window(a.op.rules.window, least);
+    return first_visible_key(a.op.rules.window, least);
   }
   // A key from which on the window hides nothing from any column.
   __device__ __forceinline__ int first_seen_by_all() const {
-    return first_in_window(a.op.rules.window, begin() + token(tile.num_columns - 1));
+    return first_visible_key(a.op.rules.window, begin() + token(tile.num_columns - 1));
   }
 };
 
@@ -181,7 +172,7 @@ class RuledSight {
     const int c = min(int(threadIdx.x), tile.num_columns - 1), t = places.token(c);
     Column column;
     column.place = places.place(t);
-    column.first = first_in_window(rules.window, column.place);
+    column.first = first_visible_key(rules.window, column.place);
     column.visible = tile.visible(a, c);
     column.slope_log2 = rules.alibi_slopes == nullptr
                             ? 0.f

@@ -23,6 +23,17 @@ struct AttentionRules {
 };
 constexpr int kMaxTreeTokens = 64;
 
+// What kernels share about sight. Static, since an inline function of several instruction sets would be
+// linked from any of them (cpu/kernels.h).
+//
+// The first key that a query token at `place` sees with a window; 0 stands for none.
+PAGED_OPS_HOST_DEVICE static constexpr int32_t first_visible_key(int32_t window, int32_t place) {
+  return window > 0 && place >= window ? place - window + 1 : 0;
+}
+PAGED_OPS_HOST_DEVICE static constexpr uint32_t lowest_bits(int n) {
+  return n <= 0 ? 0u : n >= 32 ? ~0u : (1u << n) - 1;
+}
+
 // Query token t of sequence s sits at position seq_lens[s] - num_query_tokens(s) + t and, when
 // `causal`, sees the keys at positions 0 .. its own.
 struct AttentionParams {

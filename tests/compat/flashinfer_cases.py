@@ -2,29 +2,14 @@
 
 from __future__ import annotations
 
-import inspect
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import pytest
 import torch
 
-import paged_ops
-from paged_ops import reference
 from paged_ops.testing import arrays
 from paged_ops.testing.cases import Case, Inputs, build
-
-# Which of a wrapper's options the ops take yet: it passes on those that are given, so all else runs without.
-OP_OPTIONS = set(inspect.signature(paged_ops.paged_attention).parameters) & set(
-    inspect.signature(reference.paged_attention).parameters
-)
-
-
-def needs(*options: str) -> pytest.MarkDecorator:
-    """Skips a test while the ops, or their definition, lack one of these options."""
-    missing = sorted(set(options) - OP_OPTIONS)
-    return pytest.mark.skipif(bool(missing), reason=f"paged_attention has no {', '.join(missing)}")
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,6 @@ from flashinfer_cases import (  # noqa: E402
     FlashInferCase,
     flashinfer_case,
     natural,
-    needs,
     require_close,
 )
 
@@ -136,7 +135,6 @@ def test_scales_of_unquantised_tensors() -> None:
             wrapper_of(given).run(given.q, given.cache, **{name: torch.tensor(2.0)})
 
 
-@needs("window", "soft_cap", "sinks")
 @pytest.mark.parametrize("window_left", [-1, 0, 1, 15, 16, 600])
 def test_window(window_left: int) -> None:
     """window_left keys before the query, and the query's own."""
@@ -147,7 +145,6 @@ def test_window(window_left: int) -> None:
     require_close(natural(lse), wanted_lse)
 
 
-@needs("window", "soft_cap", "sinks")
 def test_soft_cap_and_sinks() -> None:
     given, inputs = flashinfer_case(CASES[0]), build(CASES[0])
     sinks = np.linspace(-2, 3, 8).astype(np.float32)

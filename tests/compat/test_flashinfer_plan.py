@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from flashinfer_cases import flashinfer_case, needs, require_close  # noqa: E402
+from flashinfer_cases import flashinfer_case, require_close  # noqa: E402
 
 from paged_ops import reference  # noqa: E402
 from paged_ops.compat import flashinfer  # noqa: E402
@@ -334,7 +334,6 @@ def test_argument_names_and_order() -> None:
 # --- quantised caches -------------------------------------------------------------------------------------
 
 
-@needs("k_scale", "v_scale")
 @pytest.mark.parametrize("as_tensor", [False, True])
 def test_quantised_caches_go_to_the_ops_with_their_scales(as_tensor: bool) -> None:
     inputs = build(DECODE)

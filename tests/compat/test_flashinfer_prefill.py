@@ -13,7 +13,6 @@ from flashinfer_cases import (  # noqa: E402
     FlashInferCase,
     flashinfer_case,
     natural,
-    needs,
     require_close,
 )
 
@@ -76,7 +75,6 @@ def test_block_tables_in_place_of_pages() -> None:
     expected(CASES[0]).check(wrapper.run(given.q, given.cache))
 
 
-@needs("window", "soft_cap", "sinks")
 @pytest.mark.parametrize("window_left", [0, 3, 16])
 @pytest.mark.parametrize("case", CASES[:2], ids=str)
 def test_window_soft_cap_and_sinks(case: Case, window_left: int) -> None:
@@ -156,7 +154,6 @@ def test_masks_that_are_causal_or_full(rule: Any, packed: bool) -> None:
     require_close(natural(lse), wanted_lse)
 
 
-@needs("tree_mask")
 @pytest.mark.parametrize("packed", [False, True])
 def test_tree_masks(packed: bool) -> None:
     case = Case((80, 37, 16, 100), (11, 5, 1, 64), num_q_heads=8)

@@ -16,18 +16,6 @@ LN_2 = math.log(2.0)
 Scale = float | torch.Tensor
 
 
-def _decode_op(*tensors: torch.Tensor, **options: Any) -> Any:
-    """``paged_attention_decode`` with the options that are not None."""
-    options = {name: value for name, value in options.items() if value is not None}
-    return paged_ops.paged_attention_decode(*tensors, **options)
-
-
-def _varlen_op(*tensors: torch.Tensor, **options: Any) -> Any:
-    """``paged_attention`` with the options that are not None."""
-    options = {name: value for name, value in options.items() if value is not None}
-    return paged_ops.paged_attention(*tensors, **options)
-
-
 @dataclass(frozen=True)
 class Logits:
     """How a query and a key become a logit, in FlashInfer's terms."""
@@ -96,7 +84,7 @@ def attend(
         scale *= 1.0 if k_scale is None else k_scale
         k_scale, v_scale, after = None, None, v_scale
 
-    options = {
+    options: dict[str, Any] = {
         "scale": scale,
         **logits.options(),
         "sinks": sinks,
@@ -107,9 +95,11 @@ def attend(
         "return_lse": return_lse or lse is not None,
     }
     if cu_seqlens_q is None:
-        result = _decode_op(q, *caches, *tables, **options)
+        result = paged_ops.paged_attention_decode(q, *caches, *tables, **options)
     else:
-        result = _varlen_op(q, *caches, *tables, cu_seqlens_q, causal=causal, tree_mask=tree_mask, **options)
+        result = paged_ops.paged_attention(
+            q, *caches, *tables, cu_seqlens_q, causal=causal, tree_mask=tree_mask, **options
+        )
     out, lse = result if options["return_lse"] else (result, None)
     assert out is not None
     if after is not None:

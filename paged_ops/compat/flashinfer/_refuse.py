@@ -16,8 +16,8 @@ _REASONS = {
     "max_item_len_ptr": "multi-item scoring is not supported",
     "profiler_buffer": "the kernels hold no profiler",
     "scale_q": "queries in 8 bits, with a scale per head, are not supported",
-    "scale_k": "a scale per head is not supported; k_scale takes a number",
-    "scale_v": "a scale per head is not supported; v_scale takes a number",
+    "scale_k": "it comes with queries in 8 bits; k_scale takes a number, or a tensor for quantised caches",
+    "scale_v": "it comes with queries in 8 bits; v_scale takes a number, or a tensor for quantised caches",
 }
 
 
