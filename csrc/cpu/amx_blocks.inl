@@ -1,7 +1,7 @@
-// Attention on AMX tiles for many rows of a KV head, for bf16: prefill. A chunk's keys and values are copied
-// once, as tile registers want them; then two blocks of rows at a time meet the whole chunk, so that each
-// tile that is loaded makes two products and sums stay in tile registers.
-// Included inside the namespace of one instruction set, after amx_operands.inl.
+// Attention on AMX tiles for many rows of a KV head, for bf16 queries: prefill. A chunk's keys and values are
+// copied once, as tile registers want them; then two blocks of rows at a time meet the whole chunk, so that
+// each tile that is loaded makes two products and sums stay in tile registers. Included inside the namespace
+// of one instruction set, after amx_operands.inl.
 
 class BlockProducts {
  public:
@@ -12,6 +12,7 @@ class BlockProducts {
         task_(task),
         rows_(rows),
         rule_(p),
+        scales_(p.kv, carver),
         num_heads_(task.head_end - task.head_begin),
         num_blocks_(steps_of(rows.count, kBlockRows)),
         key_steps_(steps_of(p.kv.key_head_dim, kStepDims)),
@@ -111,11 +112,15 @@ class BlockProducts {
       prefetcher.drain();
       one.rows(at, next, tile);
       ask(next);
-      copy_keys(tile.key, key_offset, next - at, p_.kv.key_head_dim, 16,
-                keys_ + int64_t(at - begin) * key_steps_ * kStepDims, [] {});
-      values_.fill((at - begin) / kStepTokens, tile.value, value_offset, next - at,
-                   [&](int) { prefetcher.step(); });
+      with_element(p_.kv.dtype, [&](auto element) {
+        using E = decltype(element);
+        copy_keys<E>(tile.key, key_offset, next - at, p_.kv.key_head_dim, 16,
+                     keys_ + int64_t(at - begin) * key_steps_ * kStepDims, [](int) {});
+        values_.fill<E>((at - begin) / kStepTokens, tile.value, value_offset, next - at,
+                        [&](int) { prefetcher.step(); });
+      });
     }
+    if (scales_.used()) scales_.take(walk, task_.head_begin + head, begin, end);
   }
 
   // Two blocks of rows, or the last one twice, and how much of the chunk they see.
@@ -324,15 +329,20 @@ class BlockProducts {
     RowSums sums;
     const Sight& sight = pair.sights[i];
     const int group = p_.num_q_heads / p_.kv.num_kv_heads;
+    if (scales_.used()) scales_.scale_scores<kBlockRows>(pair.first_step, pair.end_step, scores_of(turn, i));
     if (!rule_.plain())
       apply_rule<kBlockRows>(rule_, rows_, (pair.block + i) * kBlockRows, sight.num_rows,
                              (task_.head_begin + head) * group, group, position, pair.first_step,
                              pair.end_step, scores_of(turn, i));
-    weigh<kBlockRows>(scores_of(turn, i), sight, pair.first_step, pair.end_step, rule_.factor(),
-                      weights_of(turn, i), sums, [&](auto part) __attribute__((always_inline)) {
-                        meanwhile.template part<decltype(part)::value>();
-                        if constexpr (decltype(part)::value == 0) prefetcher_.step();
-                      });
+    with_bool(scales_.used(), [&](auto scaled) {
+      weigh<kBlockRows, decltype(scaled)::value>(scores_of(turn, i), sight, pair.first_step, pair.end_step,
+                                                 rule_.factor(), scales_.of_values(), weights_of(turn, i),
+                                                 sums, [&](auto part) __attribute__((always_inline)) {
+                                                   meanwhile.template part<decltype(part)::value>();
+                                                   if constexpr (decltype(part)::value == 0)
+                                                     prefetcher_.step();
+                                                 });
+    });
     store_headers(sums, sight.num_rows, states, record_);
   }
 
@@ -343,6 +353,7 @@ class BlockProducts {
   const AttentionTask& task_;
   const Rows rows_;
   const LogitRule rule_;
+  ChunkScales scales_;
   const int num_heads_, num_blocks_, key_steps_, value_pairs_;
   const int64_t record_;
   bool configured_ = false;

@@ -4,6 +4,8 @@
 constexpr int kBlockRows = 16;   // query rows that a tile register holds
 constexpr int kStepTokens = 32;  // tokens of a weights . values step
 
+constexpr int steps_of(int count, int step) { return (count + step - 1) / step; }
+
 // Joins the lanes whose index is the same modulo kColumns, into each of them: by halves, then quarters, ...
 template <int kColumns, class Join>
 inline Vec fold_column(Vec x, Join join) {

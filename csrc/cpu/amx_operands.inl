@@ -1,6 +1,6 @@
 // Operands of the AMX kernels in memory, as tile registers want them: queries, keys, values, and what is the
 // same for few and for many rows. Included inside the namespace of one instruction set, after
-// attention_walk.inl, amx_tiles.inl and amx_weights.inl.
+// attention_walk.inl, amx_tiles.inl and amx_quantised.inl.
 //
 // Keys are the left operand of query . key, 16 tokens by kStepDims dims; values the right one of
 // weights . values, kStepTokens tokens by 16 dims, after their tokens have been paired.
@@ -12,8 +12,6 @@ constexpr int kTileElements = 16 * kTileRow;
 alignas(64) constexpr bf16 kZeroRow[256] = {};
 static_assert(kMaxHeadDim <= 256);
 static_assert(kTileTokens == kStepTokens);  // a tile of the walk is a step of the products with values
-
-constexpr int steps_of(int count, int step) { return (count + step - 1) / step; }
 
 // How many of a head's rows are in a block.
 inline int rows_in_block(int num_rows, int block) {
@@ -61,7 +59,7 @@ inline void pack_queries(const AttentionParams& p, const AttentionTask& task, in
 // The one stride at which the keys of each `num_rows` tokens of a tile lie, so that a tile register can be
 // loaded from where they are; 0 if there is none.
 inline int64_t key_stride(const PagedKV& kv, const TileRows& tile, int num_rows) {
-  if (kv.key_head_dim % kStepDims != 0) return 0;
+  if (kv.dtype != DType::bf16 || kv.key_head_dim % kStepDims != 0) return 0;
   // They are in one block, or in several of which the addresses must be compared. Not always: instructions
   // between the loads of keys take room in the window in which a core sees the loads to come.
   if (kv.block_size % num_rows == 0) return kv.key.stride_token;
@@ -73,17 +71,30 @@ inline int64_t key_stride(const PagedKV& kv, const TileRows& tile, int num_rows)
   return stride;
 }
 
-// Copies of keys, tile register after tile register: [tokens / num_rows, key_steps, num_rows, kStepDims].
-// Calls meanwhile() after each token.
-template <class F>
+// Copies of keys of element type E, tile register after tile register:
+// [tokens / num_rows, key_steps, num_rows, kStepDims]. Calls meanwhile(t) after each token t.
+template <class E, class F>
 inline void copy_keys(const char* const* rows, int64_t offset, int num_tokens, int dim, int num_rows,
                       bf16* out, F&& meanwhile) {
   const int64_t group_elements = int64_t(steps_of(dim, kStepDims)) * num_rows * kStepDims;
+  const int64_t step = int64_t(num_rows) * kStepDims;
   for (int t = 0; t < num_tokens; t++) {
     bf16* x = out + t / num_rows * group_elements + t % num_rows * kStepDims;
-    for (int i = 0; i < dim; i += kStepDims, x += num_rows * kStepDims)
-      _mm512_store_si512(x, load_dims(rows[t] + offset, i, dim));
-    meanwhile();
+    const char* const row = rows[t] + offset;
+    if constexpr (sizeof(E) == sizeof(bf16)) {
+      for (int i = 0; i < dim; i += kStepDims, x += step) _mm512_store_si512(x, load_dims(row, i, dim));
+    } else {
+      int i = 0;
+      const auto put = [&](TwoVectors y, bool two) __attribute__((always_inline)) {
+        _mm512_store_si512(x, y.low);
+        if (two) _mm512_store_si512(x + step, y.high);
+        x += 2 * step;
+      };
+#pragma GCC unroll 2
+      for (; i + 2 * kStepDims <= dim; i += 2 * kStepDims) put(load_numbers<E>(row + i), true);
+      if (i < dim) put(load_numbers<E>(row + i, dim - i), dim - i > kStepDims);
+    }
+    meanwhile(t);
   }
 }
 
@@ -97,9 +108,9 @@ struct PairedValues {
 
   bf16* tiles(int step, int dims) const { return base + step * step_stride + dims * dims_stride; }
 
-  // A step's tokens; those from num_tokens on are zeros. Calls meanwhile(t) after each pair of tokens from t
-  // on.
-  template <class F>
+  // A step's tokens, of element type E; those from num_tokens on are zeros. Calls meanwhile(t) after each
+  // pair of tokens from t on.
+  template <class E, class F>
   void fill(int step, const char* const* rows, int64_t offset, int num_tokens, F&& meanwhile) const {
     const auto row = [&](int token) {
       return token < num_tokens ? rows[token] + offset : reinterpret_cast<const char*>(kZeroRow);
@@ -107,15 +118,25 @@ struct PairedValues {
     for (int t = 0; t < kStepTokens; t += 2) {
       const char *x = row(t), *y = row(t + 1);
       bf16* out = tiles(step, 0) + t / 2 * kTileRow;
-      const auto pair = [&](__m512i a, __m512i b) {
-        _mm512_store_si512(out, _mm512_unpacklo_epi16(a, b));
-        _mm512_store_si512(out + kTileElements, _mm512_unpackhi_epi16(a, b));
+      const auto put = [&](TwoVectors words) {
+        _mm512_store_si512(out, words.low);
+        _mm512_store_si512(out + kTileElements, words.high);
         out += dims_stride;
       };
+      const auto pair = [](__m512i a, __m512i b) {
+        return TwoVectors{_mm512_unpacklo_epi16(a, b), _mm512_unpackhi_epi16(a, b)};
+      };
       int left = dim;
+      if constexpr (sizeof(E) == sizeof(bf16)) {
 #pragma GCC unroll 4
-      for (; left >= kStepDims; left -= kStepDims, x += 64, y += 64) pair(load32(x), load32(y));
-      if (left > 0) pair(load32(x, left), load32(y, left));
+        for (; left >= kStepDims; left -= kStepDims, x += 64, y += 64) put(pair(load32(x), load32(y)));
+        if (left > 0) put(pair(load32(x, left), load32(y, left)));
+      } else {
+#pragma GCC unroll 4
+        for (; left >= kStepDims; left -= kStepDims, x += kStepDims, y += kStepDims)
+          put(pair_numbers<E>(load_bytes(x), load_bytes(y)));
+        if (left > 0) put(pair_numbers<E>(load_bytes(x, left), load_bytes(y, left)));
+      }
       meanwhile(t);
     }
   }

@@ -1,6 +1,6 @@
-// Attention on AMX tiles for up to kBlockRows rows of a KV head, for bf16: decode. All heads of a chunk go
-// together, step by step of keys and then of values, so that each block of the cache is one contiguous sweep.
-// Included inside the namespace of one instruction set, after amx_operands.inl.
+// Attention on AMX tiles for up to kBlockRows rows of a KV head, for bf16 queries: decode. All heads of a
+// chunk go together, step by step of keys and then of values, so that each block of the cache is one
+// contiguous sweep. Included inside the namespace of one instruction set, after amx_operands.inl.
 
 class SweepProducts {
  public:
@@ -11,6 +11,7 @@ class SweepProducts {
         task_(task),
         rows_(rows),
         rule_(p),
+        scales_(p.kv, carver),
         num_heads_(task.head_end - task.head_begin),
         columns_(columns_for(rows.count)),
         // Blocks of 8 seldom follow one another at their tokens' stride.
@@ -19,7 +20,7 @@ class SweepProducts {
         value_pairs_(steps_of(p.kv.value_head_dim, kStepDims)),
         record_(state_floats(p.kv.value_head_dim)) {
     query_ = carver.take<bf16>(int64_t(num_heads_) * query_elements());
-    keys_ = carver.take<bf16>(int64_t(kStepTokens) * key_steps_ * kStepDims);
+    for (bf16*& keys : keys_) keys = carver.take<bf16>(int64_t(kStepTokens) * key_steps_ * kStepDims);
     const auto paired = [&] {
       return PairedValues{carver.take<bf16>(int64_t(kStepTokens) * value_pairs_ * kStepDims), 0,
                           2 * kTileElements, p.kv.value_head_dim};
@@ -63,6 +64,7 @@ class SweepProducts {
         if (key_stride_ == 0) walk.prefetch_keys(next, tile_end(next, end), prefetcher_);
       });
       for (int head = 0; head < num_heads_; head++) score(head, tile, at - begin);
+      pending_keys_.finish();
     }
     const Sight sight(rows_, 0, rows_.count, begin, end - begin);
     const int num_steps = steps_of(end - begin, kStepTokens);
@@ -71,6 +73,7 @@ class SweepProducts {
     for (int head = 0; head < num_heads_; head++) {
       float* const state = states + head * rows_.count * record_;
       clear_states(state);
+      if (scales_.used()) scales_.take(walk, task_.head_begin + head, begin, end);
       weigh_head(head, begin, sight, num_steps, state);
     }
     for (int at = begin, next; at < end; at = next) {
@@ -112,37 +115,93 @@ class SweepProducts {
   float* scores_of(int head) const { return scores_ + int64_t(head) * kChunkTokens * columns_; }
   bf16* weights_of(int head) const { return weights_ + int64_t(head) * kChunkTokens * columns_; }
 
-  // scores[token][column] = query row . key, for whole groups of key_rows_ of a step's tokens.
+  // scores[token][column] = query row . key, for whole groups of kRows of a step's tokens: two groups at a
+  // time, kStepDims dims each.
+  struct KeyWork {
+    const char* keys;                           // of the first group
+    int64_t stride, step_nbytes, group_nbytes;  // to the next key, dims, group
+    const bf16* query;
+    int query_elements, columns;  // of a step
+    float* scores;
+    int64_t group_scores;
+    int groups_left, num_steps, step = 0;
+
+    void next() {
+      if (groups_left <= 0) return;
+      const bool two = groups_left > 1;
+      if (step == 0) {
+        clear_tile<kScoresA>();
+        clear_tile<kScoresB>();
+      }
+      const int64_t query_stride = columns * 4;
+      const char* const from = keys + step * step_nbytes;
+      load_tile<kQuery>(query + step * query_elements, query_stride);
+      load_tile<kKeysA>(from, stride);
+      multiply_bf16<kScoresA, kKeysA, kQuery>();
+      if (two) {
+        load_tile<kKeysB>(from + group_nbytes, stride);
+        multiply_bf16<kScoresB, kKeysB, kQuery>();
+      }
+      if (++step < num_steps) return;
+      store_tile<kScoresA>(scores, query_stride);
+      if (two) store_tile<kScoresB>(scores + group_scores, query_stride);
+      step = 0;
+      groups_left -= 2;
+      keys += 2 * group_nbytes;
+      scores += 2 * group_scores;
+    }
+    void finish() {
+      while (groups_left > 0) next();
+    }
+  };
+
+  // The scores of a step's tokens. Keys are copied while those of the head before are multiplied: what has
+  // just been stored cannot be loaded into a tile register at once.
   void score(int head, const TileRows& tile, int token) {
     const int64_t offset = int64_t(task_.head_begin + head) * p_.kv.key.stride_head;
-    const bool copies = key_stride_ == 0;
-    if (copies)
-      copy_keys(tile.key, offset, tile.num_tokens, p_.kv.key_head_dim, key_rows_, keys_,
-                [&] { prefetcher_.step(); });
-    const int64_t stride = copies ? 64 : key_stride_;
-    const int64_t step_nbytes = copies ? key_rows_ * 64 : 64;
-    const auto keys_at = [&](int t) {
-      return copies ? reinterpret_cast<const char*>(keys_ + int64_t(t) * key_steps_ * kStepDims)
-                    : tile.key[t] + offset;
-    };
     const bf16* const query = query_ + head * query_elements();
+    float* const scores = scores_of(head) + token * columns_;
+    if (key_stride_ != 0) return score_in_place(tile, offset, query, scores);
+    turn_ ^= 1;
+    with_element(p_.kv.dtype, [&](auto element) {
+      copy_keys<decltype(element)>(tile.key, offset, tile.num_tokens, p_.kv.key_head_dim, key_rows_,
+                                   keys_[turn_], [&](int t) {
+                                     prefetcher_.step();
+                                     if (t % 4 == 0) pending_keys_.next();
+                                   });
+    });
+    pending_keys_.finish();
+    const int64_t step_nbytes = key_rows_ * 64;
+    pending_keys_ = {.keys = reinterpret_cast<const char*>(keys_[turn_]),
+                     .stride = 64,
+                     .step_nbytes = step_nbytes,
+                     .group_nbytes = key_steps_ * step_nbytes,
+                     .query = query,
+                     .query_elements = 2 * kBlockRows * columns_,
+                     .columns = columns_,
+                     .scores = scores,
+                     .group_scores = int64_t(key_rows_) * columns_,
+                     .groups_left = steps_of(tile.num_tokens, key_rows_),
+                     .num_steps = key_steps_};
+  }
+
+  void score_in_place(const TileRows& tile, int64_t offset, const bf16* query, float* scores) {
     const int64_t query_stride = columns_ * 4;
     for (int t = 0; t < tile.num_tokens; t += 2 * key_rows_) {
       const bool two = tile.num_tokens - t > key_rows_;
-      const char *const a = keys_at(t), *const b = two ? keys_at(t + key_rows_) : a;
+      const char *const a = tile.key[t] + offset, *const b = two ? tile.key[t + key_rows_] + offset : a;
       clear_tile<kScoresA>();
       clear_tile<kScoresB>();
       for (int step = 0; step < key_steps_; step++) {
         load_tile<kQuery>(query + step * 2 * kBlockRows * columns_, query_stride);
-        load_tile<kKeysA>(a + step * step_nbytes, stride);
+        load_tile<kKeysA>(a + step * 64, key_stride_);
         multiply_bf16<kScoresA, kKeysA, kQuery>();
         if (!two) continue;
-        load_tile<kKeysB>(b + step * step_nbytes, stride);
+        load_tile<kKeysB>(b + step * 64, key_stride_);
         multiply_bf16<kScoresB, kKeysB, kQuery>();
       }
-      float* const scores = scores_of(head) + (token + t) * columns_;
-      store_tile<kScoresA>(scores, query_stride);
-      if (two) store_tile<kScoresB>(scores + key_rows_ * columns_, query_stride);
+      store_tile<kScoresA>(scores + t * columns_, query_stride);
+      if (two) store_tile<kScoresB>(scores + (t + key_rows_) * columns_, query_stride);
     }
   }
 
@@ -151,13 +210,16 @@ class SweepProducts {
     const int group = p_.num_q_heads / p_.kv.num_kv_heads;
     const auto call = [&](auto columns) {
       constexpr int kColumns = decltype(columns)::value;
+      if (scales_.used()) scales_.template scale_scores<kColumns>(0, num_steps, scores_of(head));
       if (!rule_.plain())
         apply_rule<kColumns>(rule_, rows_, 0, rows_.count, (task_.head_begin + head) * group, group, position,
                              0, num_steps, scores_of(head));
-      weigh<kColumns>(scores_of(head), sight, 0, num_steps, rule_.factor(), weights_of(head), sums,
-                      [&](auto part) {
-                        if (decltype(part)::value == 0) prefetcher_.step();
-                      });
+      with_bool(scales_.used(), [&](auto scaled) {
+        weigh<kColumns, decltype(scaled)::value>(scores_of(head), sight, 0, num_steps, rule_.factor(),
+                                                 scales_.of_values(), weights_of(head), sums, [&](auto part) {
+                                                   if (decltype(part)::value == 0) prefetcher_.step();
+                                                 });
+      });
     };
     switch (columns_) {
       case 1: call(Constant<1>{}); break;
@@ -209,11 +271,14 @@ class SweepProducts {
   void add_values(int head, const TileRows& tile, const Sight& sight, int token, float* states) {
     turn_ ^= 1;
     const PairedValues& values = values_[turn_];
-    values.fill(0, tile.value, int64_t(task_.head_begin + head) * p_.kv.value.stride_head, tile.num_tokens,
-                [&](int t) {
-                  prefetcher_.step();
-                  if (t % 4 == 0) pending_.next();
-                });
+    with_element(p_.kv.dtype, [&](auto element) {
+      values.fill<decltype(element)>(0, tile.value,
+                                     int64_t(task_.head_begin + head) * p_.kv.value.stride_head,
+                                     tile.num_tokens, [&](int t) {
+                                       prefetcher_.step();
+                                       if (t % 4 == 0) pending_.next();
+                                     });
+    });
     pending_.finish();
     const bf16* const weights = weights_of(head) + token * columns_;
     if (!must_cut(values, 0, 1, [&](int step) { return sight.hidden(step); })) {
@@ -234,6 +299,7 @@ class SweepProducts {
   const AttentionTask& task_;
   const Rows rows_;
   const LogitRule rule_;
+  ChunkScales scales_;
   const int num_heads_, columns_;
   const int key_rows_;  // tokens of a left operand of query . key
   const int key_steps_, value_pairs_;
@@ -242,7 +308,8 @@ class SweepProducts {
   Prefetcher prefetcher_;
   bf16* query_;             // [heads, key_steps, 16, columns, 2]
   int64_t key_stride_ = 0;  // of the step at hand; 0: its keys are copied
-  bf16* keys_;              // of a step, copied
+  bf16* keys_[2];           // of a step, copied, by turns
+  KeyWork pending_keys_{};
   PairedValues values_[2];  // of a step, by turns
   PairedValues kept_;       // those that some rows see
   int turn_ = 0;

@@ -110,6 +110,13 @@ inline Vec weight_of(Vec x, __mmask16 kept) {
   return _mm512_maskz_scalef_ps(kept, y, x);
 }
 
+// What weights are multiplied by before they are rounded, for values that lack their scales. Then the sum of
+// the rounded ones is made of what they are worth: rounded weights over scales.
+struct ValueScales {
+  const float* scale;    // [kChunkTokens]; null = there are none
+  const float* inverse;  // [kChunkTokens] of a step the even tokens, then the odd ones; of a NaN 0
+};
+
 // kStepTokens tokens of a block's scores. Lane i of vector n is column i % kColumns of token
 // n * kTokens + i / kColumns.
 template <int kColumns, bool kMasked>
@@ -141,6 +148,13 @@ class ScoreStep {
   __attribute__((always_inline)) Vec weights(int n, Vec shift) const {
     return weight_of(add(mul(load(scores_ + n * kLanes), scale_), shift), kept(n));
   }
+  // The scales of the step's tokens. What a row does not see may have any.
+  __attribute__((always_inline)) Vec scaled(int n, Vec weights, const float* scales) const {
+    Vec scale = kTokens == 1 ? broadcast(scales[n]) : load(scales + n * kTokens);
+    if constexpr (kTokens > 1 && kColumns > 1)
+      scale = _mm512_permutexvar_ps(_mm512_srli_epi32(lane_numbers(), __builtin_ctz(kColumns)), scale);
+    return kMasked ? _mm512_maskz_mul_ps(kept(n), weights, scale) : mul(weights, scale);
+  }
 
  private:
   __mmask16 kept(int n) const {
@@ -170,6 +184,11 @@ inline void add_rounded(float* sums, __m512i pairs) {
   const __m512bh ones = __m512bh(_mm512_set1_epi16(0x3f80));
   store(sums, _mm512_dpbf16_ps(load(sums), __m512bh(pairs), ones));
 }
+inline void add_rounded(float* sums, __m512i pairs, Vec even_inverse, Vec odd_inverse) {
+  const Vec even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
+  const Vec odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, _mm512_set1_epi32(int(0xffff0000u))));
+  store(sums, fma(odd, odd_inverse, fma(even, even_inverse, load(sums))));
+}
 
 // Adds a[0], a[1] of the leaf functions 0 .. 15 by halves: 0 with 8, 4 with 12, and so on.
 template <int kLeaf, int kStride, class F>
@@ -188,10 +207,11 @@ __attribute__((always_inline)) inline Pair sum_leaves(F&& leaf) {
 constexpr int kWeighParts = 4;
 constexpr int weigh_slots(int columns) { return columns == kBlockRows ? 4 : 1; }
 
-// A step's weights, to [kColumns][kStepTokens] in bf16.
-template <int kColumns, bool kMasked, class F>
+// A step's weights, to [kColumns][kStepTokens] in bf16. scales: those of the step.
+template <bool kScaled, int kColumns, bool kMasked, class F>
 __attribute__((always_inline)) inline void weigh_step(const ScoreStep<kColumns, kMasked>& step, Vec shift,
-                                                      bf16* weights, WeightSums& sums, F&& meanwhile) {
+                                                      ValueScales scales, bf16* weights, WeightSums& sums,
+                                                      F&& meanwhile) {
   if constexpr (kColumns == kBlockRows) {
     // By way of memory, for there are not enough registers; what has been stored is loaded long after.
     alignas(64) uint32_t words[kLanes][kLanes];  // of two tokens each
@@ -200,10 +220,18 @@ __attribute__((always_inline)) inline void weigh_step(const ScoreStep<kColumns, 
       constexpr int turn = (k & 8) >> 3 | (k & 4) >> 1 | (k & 2) << 1 | (k & 1) << 3;  // of this leaf
       meanwhile(Constant<turn % kWeighParts>{});
       const Vec a = step.weights(2 * k, shift), b = step.weights(2 * k + 1, shift);
-      const __m512i word =
-          _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(round_words(a), 16), round_words(b));
+      const auto rounded = [&](int n, Vec x) __attribute__((always_inline)) {
+        if constexpr (kScaled) x = step.scaled(n, x, scales.scale);
+        return round_words(x);
+      };
+      const __m512i word = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(rounded(2 * k, a), 16),
+                                                   rounded(2 * k + 1, b));
       _mm512_store_si512(words[k], word);
-      add_rounded(sums.rounded[k], word);
+      if constexpr (kScaled)
+        add_rounded(sums.rounded[k], word, broadcast(scales.inverse[k]),
+                    broadcast(scales.inverse[kLanes + k]));
+      else
+        add_rounded(sums.rounded[k], word);
       return Pair{a, b};
     });
     sums.exact = add(sums.exact, add(total.a, total.b));
@@ -221,6 +249,9 @@ __attribute__((always_inline)) inline void weigh_step(const ScoreStep<kColumns, 
     for (int n = 0; n < kVectors; n++) x[n] = step.weights(n, shift);
     sums.exact =
         add(sums.exact, fold_column<kColumns>(sum_by_halves(x), [](Vec a, Vec b) { return add(a, b); }));
+    if constexpr (kScaled)
+#pragma GCC unroll 16
+      for (int n = 0; n < kVectors; n++) x[n] = step.scaled(n, x[n], scales.scale);
     const __m512i upper_halves = _mm512_set_epi32(  // of the words of two vectors
         0x003f003d, 0x003b0039, 0x00370035, 0x00330031, 0x002f002d, 0x002b0029, 0x00270025, 0x00230021,
         0x001f001d, 0x001b0019, 0x00170015, 0x00130011, 0x000f000d, 0x000b0009, 0x00070005, 0x00030001);
@@ -228,7 +259,10 @@ __attribute__((always_inline)) inline void weigh_step(const ScoreStep<kColumns, 
       constexpr int row = decltype(column)::value;
       const __m512i words = _mm512_permutex2var_epi16(round_words(y[0]), upper_halves, round_words(y[1]));
       _mm512_store_si512(weights + row * kStepTokens, words);
-      add_rounded(sums.rounded[row], words);
+      if constexpr (kScaled)
+        add_rounded(sums.rounded[row], words, load(scales.inverse), load(scales.inverse + kLanes));
+      else
+        add_rounded(sums.rounded[row], words);
     });
   }
 }
@@ -280,9 +314,10 @@ __attribute__((noinline)) void apply_rule(const LogitRule& rule, const Rows& row
 
 // Scores [token][kColumns] of the steps [first_step, end_step) of a chunk into weights
 // [step][kColumns][kStepTokens]; `factor` makes logits to base 2 of them.
-template <int kColumns, class F>
+template <int kColumns, bool kScaled, class F>
 __attribute__((noinline)) void weigh(const float* scores, const Sight& sight, int first_step, int end_step,
-                                     float factor, bf16* weights, RowSums& out, F&& meanwhile) {
+                                     float factor, ValueScales scales, bf16* weights, RowSums& out,
+                                     F&& meanwhile) {
   constexpr int kStepFloats = kStepTokens * kColumns;
   const Vec scale = broadcast(factor);
   // Calls f(step, its scores).
@@ -308,7 +343,8 @@ __attribute__((noinline)) void weigh(const float* scores, const Sight& sight, in
   sums.exact = zero();
   for (auto& row : sums.rounded) store(row, zero());
   for_each_step([&](int i, const auto& step) __attribute__((always_inline)) {
-    weigh_step(step, shift, weights + i * kStepFloats, sums, meanwhile);
+    const ValueScales own{scales.scale + i * kStepTokens, scales.inverse + i * kStepTokens};
+    weigh_step<kScaled>(step, shift, own, weights + i * kStepFloats, sums, meanwhile);
   });
   store(out.reference, reference);
   store(out.exact, sums.exact);

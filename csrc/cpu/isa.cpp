@@ -39,7 +39,7 @@ namespace {
 struct Features {
   bool avx2 = false;    // with FMA and F16C
   bool avx512 = false;  // F, BW, DQ, VL
-  bool amx = false;     // AMX-TILE, AMX-BF16 and AVX512-BF16
+  bool amx = false;     // AMX-TILE, AMX-BF16, AVX512-BF16, AVX512-VBMI and GFNI
 };
 
 // Tile registers are large: Linux saves them only for processes that have asked.
@@ -65,7 +65,8 @@ Features features() {
   found.avx2 = fma_f16c && has(ebx, 5) && (xcr0 & 0x06) == 0x06;
   found.avx512 =
       found.avx2 && has(ebx, 16) && has(ebx, 17) && has(ebx, 30) && has(ebx, 31) && (xcr0 & 0xe6) == 0xe6;
-  const bool tiles = found.avx512 && has(edx, 22) && has(edx, 24) && (xcr0 & 0x60000) == 0x60000;
+  const bool tiles = found.avx512 && has(edx, 22) && has(edx, 24) && (xcr0 & 0x60000) == 0x60000 &&
+                     has(ecx, 1) && has(ecx, 8);
   found.amx = tiles && __get_cpuid_count(7, 1, &eax, &ebx, &ecx, &edx) && has(eax, 5) && may_use_tiles();
   return found;
 }

@@ -1,6 +1,6 @@
 // Kernels for AMX-BF16 beside AVX-512 and its bf16 instructions: attention of bf16. What tiles do not serve
-// is the table of AVX-512. Flags: those of isa_avx512.cpp and -mavx512bf16. Nothing here may call an
-// inline function or template of a shared header: see kernels.h.
+// is the table of AVX-512. Flags: those of isa_avx512.cpp, -mavx512bf16, -mavx512vbmi and -mgfni. Nothing
+// here may call an inline function or template of a shared header: see kernels.h.
 #include "cpu/kernels.h"
 
 #if defined(PAGED_OPS_X86_KERNELS)
@@ -16,6 +16,7 @@ namespace paged_ops::cpu::amx {
 #include "cpu/exp2_constants.inl"
 #include "cpu/vec_avx512.inl"
 #include "cpu/page_walk.inl"
+#include "cpu/scales.inl"
 #include "cpu/logits.inl"
 #include "cpu/softmax.inl"
 #include "cpu/rows.inl"
@@ -23,6 +24,7 @@ namespace paged_ops::cpu::amx {
 #include "cpu/amx_tiles.inl"
 #include "cpu/amx_matrices.inl"
 #include "cpu/amx_weights.inl"
+#include "cpu/amx_quantised.inl"
 #include "cpu/amx_operands.inl"
 #include "cpu/amx_sweep.inl"
 #include "cpu/amx_blocks.inl"
@@ -34,18 +36,18 @@ bool fits_a_block(const AttentionParams& p, const AttentionTask& task) {
   return num_rows_of(p, task) <= kBlockRows;
 }
 
-// Tiles take bf16 caches; what is quantised goes the way of AVX-512.
-void (*attend_quantised)(const AttentionParams&, const AttentionTask&, void*);
-size_t (*attend_quantised_scratch_nbytes)(const AttentionParams&, const AttentionTask&);
+// What tiles do not take goes the way of AVX-512.
+void (*attend_other)(const AttentionParams&, const AttentionTask&, void*);
+size_t (*attend_other_scratch_nbytes)(const AttentionParams&, const AttentionTask&);
 
 void attend_bf16(const AttentionParams& p, const AttentionTask& task, void* scratch) {
-  if (p.kv.dtype != DType::bf16) return attend_quantised(p, task, scratch);
+  if (!has_element(p.kv.dtype)) return attend_other(p, task, scratch);
   return fits_a_block(p, task) ? attend<SweepProducts>(p, task, scratch)
                                : attend<BlockProducts>(p, task, scratch);
 }
 
 size_t attend_bf16_scratch_nbytes(const AttentionParams& p, const AttentionTask& task) {
-  if (p.kv.dtype != DType::bf16) return attend_quantised_scratch_nbytes(p, task);
+  if (!has_element(p.kv.dtype)) return attend_other_scratch_nbytes(p, task);
   return fits_a_block(p, task) ? attend_scratch_nbytes<SweepProducts>(p, task)
                                : attend_scratch_nbytes<BlockProducts>(p, task);
 }
@@ -54,8 +56,8 @@ size_t attend_bf16_scratch_nbytes(const AttentionParams& p, const AttentionTask&
 
 void add_to(Kernels& kernels) {
   constexpr int kBf16 = int(DType::bf16);
-  attend_quantised = kernels.attend[kBf16];
-  attend_quantised_scratch_nbytes = kernels.attend_scratch_nbytes[kBf16];
+  attend_other = kernels.attend[kBf16];
+  attend_other_scratch_nbytes = kernels.attend_scratch_nbytes[kBf16];
   kernels.attend[kBf16] = attend_bf16;
   kernels.attend_scratch_nbytes[kBf16] = attend_bf16_scratch_nbytes;
   kernels.fold[kBf16] = fold<bf16>;

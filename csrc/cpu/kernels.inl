@@ -4,6 +4,7 @@
 // clang-format off: each needs those before it
 #include "cpu/page_walk.inl"
 #include "cpu/products.inl"
+#include "cpu/scales.inl"
 #include "cpu/quantised.inl"
 #include "cpu/logits.inl"
 #include "cpu/softmax.inl"

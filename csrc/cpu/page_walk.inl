@@ -119,21 +119,24 @@ struct PageWalk {
     return PageWalk(kv, block_ids, head_begin + head, head_begin + head + 1, element_nbytes);
   }
 
-  // Calls f(key address, value address, run) for each run of consecutive tokens in one block.
+  // Calls f(block, place in it, run) for each run of consecutive tokens in one block.
   template <class F>
-  void for_each_run(int begin, int end, F&& f) const {
+  void for_each_place(int begin, int end, F&& f) const {
     const int32_t* at = block_ids + begin / kv.block_size;
     int32_t in_block = begin % kv.block_size;
     for (; begin < end; at++, in_block = 0) {
       const int32_t left = kv.block_size - in_block;
       const int run = left < end - begin ? left : end - begin;
-      const int64_t block = *at;
-      f(static_cast<const char*>(kv.key.data) + block * kv.key.stride_block + in_block * kv.key.stride_token,
-        static_cast<const char*>(kv.value.data) + block * kv.value.stride_block +
-            in_block * kv.value.stride_token,
-        run);
+      f(int64_t(*at), in_block, run);
       begin += run;
     }
+  }
+  // The same as f(key address, value address, run).
+  template <class F>
+  void for_each_run(int begin, int end, F&& f) const {
+    for_each_place(begin, end, [&](int64_t block, int32_t in_block, int run) {
+      f(at(kv.key, block, in_block), at(kv.value, block, in_block), run);
+    });
   }
 
   void rows(int begin, int end, TileRows& out) const {
@@ -168,6 +171,13 @@ struct PageWalk {
       add(key, kv.key, run, kv.key_head_dim, out);
       add(value, kv.value, run, kv.value_head_dim, out);
     });
+  }
+
+  // A token's place in a cache or in scales, that of head 0.
+  template <class View>
+  static const char* at(const View& view, int64_t block, int32_t in_block) {
+    return reinterpret_cast<const char*>(view.data) + block * view.stride_block +
+           in_block * view.stride_token;
   }
 
  private:

@@ -11,17 +11,6 @@ inline Pair reorder<bf16>(Pair x) {
   return reorder_bf16(x);
 }
 
-// The scales of the tokens [begin, end) for a KV head.
-inline void load_scales(const PageWalk& walk, const ScaleView& view, int head, int begin, int end,
-                        float* scales) {
-  const auto* base = reinterpret_cast<const char*>(view.data) + head * view.stride_head;
-  for (int at = begin; at < end; at++)
-    scales[at - begin] = view.data ? *reinterpret_cast<const float*>(
-                                         base + walk.block_ids[at / walk.kv.block_size] * view.stride_block +
-                                         at % walk.kv.block_size * view.stride_token)
-                                   : view.uniform;
-}
-
 // A tile as f32 in T's pair order, rows padded(dim) apart.
 template <class T, class Q>
 void unpack_quantised(const Tile<Q>& tile, int num_tokens, const float* scales, float* out,
