@@ -231,6 +231,11 @@ def _scale_tensors(like: Any, k_scale: Any, v_scale: Any) -> list[Any]:
     return [tensor("k_scale", k_scale), tensor("v_scale", v_scale)]
 
 
+def _head_dim(cache: Any) -> Any:
+    """Numbers in a cache's rows: two of int4 in each element of uint8."""
+    return cache.shape[3] * (2 if cache.dtype == torch.uint8 else 1)
+
+
 class _TracedOps:
     """What ``ops.py`` calls while torch traces: the public ops' options, down to the registered ops."""
 
@@ -264,7 +269,7 @@ class _TracedOps:
             soft_cap = _real("soft_cap", soft_cap)
         rules = window, soft_cap, alibi_slopes, sinks, tree_mask, *_scale_tensors(query, k_scale, v_scale)
         if out is None:
-            out = query.new_empty((*query.shape[:2], value_cache.shape[3]))
+            out = query.new_empty((*query.shape[:2], _head_dim(value_cache)))
         if lse is None and return_lse:
             lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         torch.ops.paged_ops.attention(*tensors, scale, causal, *rules, out, lse, workspace, check)
@@ -345,7 +350,7 @@ class _TracedOps:
         if soft_cap is not None and not isinstance(soft_cap, (int, float)):
             soft_cap = _real("soft_cap", soft_cap)
         if out is None:
-            out = query.new_empty((*query.shape[:2], value_cache.shape[3]))
+            out = query.new_empty((*query.shape[:2], _head_dim(value_cache)))
         if lse is None and return_lse:
             lse = query.new_empty(query.shape[:2], dtype=torch.float32)
         torch.ops.paged_ops.attention_shared_prefix(

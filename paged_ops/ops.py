@@ -5,8 +5,9 @@ Common shapes::
 
     query         [num_tokens, num_q_heads, head_dim]                float32, float16, bfloat16
     key_cache     [num_blocks, block_size, num_kv_heads, head_dim]   as query, or float8_e4m3fn, float8_e5m2,
-                                                                     int8; any strides, the last dimension
-                                                                     contiguous
+                                                                     int8, or two int4 in each element of
+                                                                     uint8 [..., head_dim / 2]; any strides,
+                                                                     the last dimension contiguous
     value_cache   the same; its head_dim may differ
     block_tables  [num_seqs, max_blocks_per_seq]                     int32
     seq_lens      [num_seqs]                                         int32
@@ -98,7 +99,10 @@ def paged_attention_decode(
             in the LSE, and a row of a sequence without keys has it as its LSE; when states are merged, give
             it to one of them.
         k_scale, v_scale: what the numbers of a quantised cache are multiplied by, mandatory with one: a
-            number, or float32 ``[1]``, ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``.
+            number, or float32 ``[1]``, ``[num_kv_heads]`` or ``[num_blocks, block_size, num_kv_heads]``. For
+            int4 (element ``2 i`` in the lower half of a byte, two's complement) float32 ``[num_blocks,
+            block_size, num_kv_heads, num_groups]``: each belongs to ``head_dim / num_groups`` consecutive
+            elements, a multiple of 8, which need not be as many in keys as in values.
         out: ``[num_seqs, num_q_heads, value_head_dim]`` of the query's dtype, written in full; allocated when
             None. It may not share memory with an input.
         lse: float32 ``[num_seqs, num_q_heads]``, contiguous, to write the LSE to.
@@ -246,9 +250,9 @@ def write_kv_cache(
             be either row).
         k_scale, v_scale: of quantised caches, as in :func:`paged_attention_decode`: what is stored is ``row /
             scale``, rounded to the nearest, ties to even, and saturated at the greatest finite number (127 in
-            int8), infinities too; NaN stays NaN, in int8 it becomes 0. Scales of the form ``[num_blocks,
-            block_size, num_kv_heads]`` are written: the greatest finite size of each row over that number (1
-            for a row of zeros).
+            int8, 7 in int4), infinities too; NaN stays NaN, in integers it becomes 0. Scales per token,
+            ``[num_blocks, block_size, num_kv_heads]`` or with groups, are written: the greatest finite size
+            of each row or group over that number (1 for zeros).
         check: check slots first; always on for the CPU.
     """
     if _compiling(key_cache):

@@ -17,7 +17,7 @@ Layout = Literal["NHD", "HND"]
 
 _HUGE_PAGE_NBYTES = 2 << 20
 # Plain caches, quantised ones.
-_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8")
+_DTYPES = ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2", "int8", "int4")
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +27,8 @@ class KVPool:
     Attributes:
         tensor: ``[num_blocks, num_layers, 2, block_size, num_kv_heads, head_dim]`` (layout ``"NHD"``) or
             ``[num_blocks, num_layers, 2, num_kv_heads, block_size, head_dim]`` (``"HND"``); K at index 0 of
-            the third dimension, V at 1. Copying or swapping a block of it is one transfer.
+            the third dimension, V at 1; of int4 the last extent is ``head_dim / 2``. Copying or swapping a
+            block of it is one transfer.
     """
 
     tensor: Any
@@ -96,8 +97,9 @@ def allocate_kv_pool(
 
     Args:
         num_blocks, block_size, num_layers, num_kv_heads, head_dim: extents, all at least 1.
-        dtype: float32, float16 or bfloat16, or of a quantised cache float8_e4m3fn, float8_e5m2 or int8, as a
-            torch or NumPy dtype or by name. Scales per token are a tensor of the caller's own.
+        dtype: float32, float16 or bfloat16, or of a quantised cache float8_e4m3fn, float8_e5m2, int8 or int4,
+            as a torch or NumPy dtype or by name. int4 makes a tensor of uint8, for an even head_dim. Scales
+            per token are a tensor of the caller's own.
         device: ``"cpu"``, or ``"cuda"`` with an optional ordinal, or a ``torch.device``.
         layout: ``"NHD"`` keeps a token's heads together, ``"HND"`` a head's tokens. The ops take both.
         framework: whose tensor to make. Default: torch for a torch dtype or device or where torch has been
@@ -122,6 +124,10 @@ def allocate_kv_pool(
     dtype_name = _arrays.dtype_name(dtype)
     if dtype_name not in _DTYPES:
         raise TypeError(f"dtype: is {dtype_name}, wanted one of {', '.join(_DTYPES)}")
+    if dtype_name == "int4":
+        if head_dim % 2:
+            raise ValueError(f"head_dim: is {head_dim}, wanted a multiple of 2 for int4")
+        dtype_name, head_dim = "uint8", head_dim // 2
     device_type = str(device).partition(":")[0]
     if device_type not in ("cpu", "cuda"):
         raise ValueError(f"device: is {str(device)!r}, wanted 'cpu' or 'cuda'")

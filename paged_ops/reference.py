@@ -294,8 +294,9 @@ def write_kv_cache(
     padded. Slots of one call are distinct (of two equal ones, which token stays is not defined). Nothing else
     is touched.
 
-    Quantised caches have scales (`dequantise`), and rows are stored as `quantise` says; scales of the form
-    `[num_blocks, block_size, num_kv_heads]` are written too, as `scale_of` says.
+    Quantised caches have scales (`dequantise`), and rows are stored as `quantise` says; scales of the forms
+    `[num_blocks, block_size, num_kv_heads]` and, of int4, `[num_blocks, block_size, num_kv_heads,
+    num_groups]` are written too, as `scale_of` says.
     """
     key, value, slot_mapping = np.asarray(key), np.asarray(value), np.asarray(slot_mapping)
     num_blocks, block_size = key_cache.shape[:2]
@@ -304,8 +305,8 @@ def write_kv_cache(
         if slot >= 0:
             place = slot // block_size, slot % block_size
             for cache, row, scale in ((key_cache, key[token], k_scale), (value_cache, value[token], v_scale)):
-                if scale is not None and np.ndim(scale) == 3:
-                    scale[place] = scale_of(row, cache.dtype)
+                if scale is not None and np.ndim(scale) >= 3:
+                    scale[place] = scale_of(row.reshape(*scale.shape[2:], -1), cache.dtype)
                     cache[place] = quantise(row, scale[place], cache.dtype)
                 elif scale is not None:
                     cache[place] = quantise(row, np.broadcast_to(scale, row.shape[:1]), cache.dtype)

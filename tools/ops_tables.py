@@ -17,7 +17,7 @@ PAGE = Path(__file__).resolve().parents[1] / "docs" / "ops.md"
 BEGIN, END = "<!-- from tools/ops_tables.py -->", "<!-- to here -->"
 
 QUERY_DTYPES = ("float32", "float16", "bfloat16")
-CACHE_DTYPES = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8")
+CACHE_DTYPES = (*QUERY_DTYPES, "float8_e4m3fn", "float8_e5m2", "int8", "int4")
 PLAIN: dict[str, Any] = {"dtype": "bfloat16", "num_q_heads": 8, "num_kv_heads": 2, "head_dim": 128}
 # What people try, one step outside and inside of what is taken.
 TRIED: tuple[dict[str, Any], ...] = (

@@ -304,6 +304,7 @@ bool Array::is(DType wanted) const {
     case DType::i32:
     case DType::i64:
     case DType::i8: return type_.code == dlpack::kInt;
+    case DType::i4: return type_.code == dlpack::kUInt;
     case DType::f8e4m3: return type_.code == dlpack::kFloat8E4M3;
     case DType::f8e5m2: return type_.code == dlpack::kFloat8E5M2;
   }
@@ -331,7 +332,7 @@ void Array::require_shape(int dim, int64_t extent, const char* what) const {
 }
 
 void Array::require_dtype(DType wanted) const {
-  if (!is(wanted)) fail<TypeError>(name_, ": dtype is ", dtype_name(), ", wanted ", paged_ops::name(wanted));
+  if (!is(wanted)) fail<TypeError>(name_, ": dtype is ", dtype_name(), ", wanted ", element_name(wanted));
 }
 
 void Array::require_last_contiguous() const {

@@ -35,12 +35,15 @@ int32_t narrow(int64_t value, const char* what) {
   return int32_t(value);
 }
 
+DType cache_dtype(const Array& cache) { return cache.is(DType::i4) ? DType::i4 : cache.dtype(); }
+
 PagedKV paged_kv(const Array& key_cache, const Array& value_cache) {
   constexpr const char* wanted = "[num_blocks, block_size, num_kv_heads, head_dim]";
   key_cache.require_ndim(4, wanted);
   value_cache.require_ndim(4, wanted);
   value_cache.require_same_device(key_cache);
-  value_cache.require_dtype(key_cache.dtype());  // plain and quantised ones do not mix
+  const DType dtype = cache_dtype(key_cache);
+  value_cache.require_dtype(dtype);  // plain and quantised ones do not mix
   value_cache.require_shape(0, key_cache.shape(0), "num_blocks, as in key_cache");
   value_cache.require_shape(1, key_cache.shape(1), "block_size, as in key_cache");
   value_cache.require_shape(2, key_cache.shape(2), "num_kv_heads, as in key_cache");
@@ -49,14 +52,15 @@ PagedKV paged_kv(const Array& key_cache, const Array& value_cache) {
   const auto view = [](const Array& cache) {
     return CacheView{cache.data(), cache.stride_nbytes(0), cache.stride_nbytes(1), cache.stride_nbytes(2)};
   };
+  const int numbers = numbers_per_element(dtype);
   return PagedKV{.key = view(key_cache),
                  .value = view(value_cache),
                  .num_blocks = key_cache.shape(0),
                  .block_size = narrow(key_cache.shape(1), "block_size of key_cache"),
                  .num_kv_heads = narrow(key_cache.shape(2), "num_kv_heads of key_cache"),
-                 .key_head_dim = narrow(key_cache.shape(3), "head_dim of key_cache"),
-                 .value_head_dim = narrow(value_cache.shape(3), "head_dim of value_cache"),
-                 .dtype = key_cache.dtype()};
+                 .key_head_dim = narrow(key_cache.shape(3) * numbers, "head_dim of key_cache"),
+                 .value_head_dim = narrow(value_cache.shape(3) * numbers, "head_dim of value_cache"),
+                 .dtype = dtype};
 }
 
 double number(py::handle object, const char* name, const char* wanted) {
@@ -76,45 +80,63 @@ void require_scale(double scale, const char* name) {
                     ", wanted a finite number above 0");
 }
 
+// Scales per token and head, and with `grouped` per group of a row's elements.
+ScaleView token_scales(const Array& array, const Array& cache, bool grouped) {
+  array.require_shape(0, cache.shape(0), "num_blocks, as in the cache");
+  array.require_shape(1, cache.shape(1), "block_size, as in the cache");
+  array.require_shape(2, cache.shape(2), "num_kv_heads, as in the cache");
+  ScaleView view{.data = static_cast<float*>(array.data()),
+                 .per_token = true,
+                 .stride_block = array.stride_nbytes(0),
+                 .stride_token = array.stride_nbytes(1),
+                 .stride_head = array.stride_nbytes(2)};
+  if (!grouped) return view;
+  const int64_t head_dim = cache.shape(3) * numbers_per_element(cache_dtype(cache));
+  const int64_t num_groups = array.shape(3);
+  PAGED_OPS_REQUIRE(num_groups > 0 && head_dim % (num_groups * kScaleGroupMultiple) == 0, array.name(),
+                    ": shape is ", array.shape_text(),
+                    ", wanted in dimension 3 a number of groups that cuts ", head_dim, ", the head_dim of ",
+                    cache.name(), ", into multiples of ", kScaleGroupMultiple);
+  view.group = int32_t(head_dim / num_groups);
+  view.stride_group = array.stride_nbytes(3);
+  return view;
+}
+
 }  // namespace
 
 ScaleView scale_view(std::optional<Array>& array, py::handle scale, const char* name, const Array& cache,
                      bool writes) {
-  ScaleView view{.uniform = 1.0f};
-  if (!is_quantised(cache.dtype())) {
+  const DType dtype = cache_dtype(cache);
+  if (!is_quantised(dtype)) {
     PAGED_OPS_REQUIRE(scale.is_none(), name, ": is given, and ", cache.name(), " is ", cache.dtype_name(),
                       ", which has no scales");
-    return view;
+    return {};
   }
-  constexpr const char* wanted =
-      "a number or float32 [1], [num_kv_heads] or [num_blocks, block_size, num_kv_heads]";
+  const bool grouped = dtype == DType::i4;
+  const char* wanted =
+      grouped ? "float32 [num_blocks, block_size, num_kv_heads, num_groups]"
+              : "a number or float32 [1], [num_kv_heads] or [num_blocks, block_size, num_kv_heads]";
   PAGED_OPS_REQUIRE(!scale.is_none(), name, ": is None, wanted ", wanted, ", for ", cache.name(), " is ",
-                    cache.dtype_name());
+                    cache.dtype_name(), grouped ? ", of int4" : "");
   if (PyFloat_Check(scale.ptr()) || PyLong_Check(scale.ptr()) || !py::hasattr(scale, "__dlpack__")) {
     const double value = number(scale, name, wanted);
+    if (grouped) fail(name, ": is a number, wanted ", wanted, ", for ", cache.name(), " is of int4");
     require_scale(value, name);
-    view.uniform = float(value);
-    require_scale(view.uniform, name);  // no longer above 0, perhaps
-    return view;
+    require_scale(float(value), name);  // no longer above 0, perhaps
+    return {.uniform = float(value)};
   }
   array.emplace(scale, name);
   array->require_dtype(DType::f32);
   array->require_same_device(cache);
-  view.data = static_cast<float*>(array->data());
-  if (array->ndim() == 3) {
-    array->require_shape(0, cache.shape(0), "num_blocks, as in the cache");
-    array->require_shape(1, cache.shape(1), "block_size, as in the cache");
-    array->require_shape(2, cache.shape(2), "num_kv_heads, as in the cache");
+  if (array->ndim() == (grouped ? 4 : 3)) {
+    const ScaleView view = token_scales(*array, cache, grouped);
     if (writes) array.emplace(scale, name, Array::Use::output);
-    view.per_token = true;
-    view.stride_block = array->stride_nbytes(0);
-    view.stride_token = array->stride_nbytes(1);
-    view.stride_head = array->stride_nbytes(2);
     return view;
   }
   const bool per_head = array->ndim() == 1 && array->shape(0) == cache.shape(2);
-  PAGED_OPS_REQUIRE(per_head || array->size() == 1, name, ": shape is ", array->shape_text(), ", wanted ",
-                    wanted);
+  PAGED_OPS_REQUIRE(!grouped && (per_head || array->size() == 1), name, ": shape is ", array->shape_text(),
+                    ", wanted ", wanted);
+  ScaleView view{.data = static_cast<float*>(array->data())};
   if (per_head) view.stride_head = array->stride_nbytes(0);
   if (!dlpack::on_cuda(cache.device()))
     for (int64_t i = 0; i < array->size(); i++)

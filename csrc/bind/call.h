@@ -25,6 +25,9 @@ const Backend& backend_for(const Array& array);
 
 Context context_for(const Array& array, bool check);
 
+// What the numbers of a cache are; those of int4 lie in a tensor of uint8.
+DType cache_dtype(const Array& cache);
+
 // The caches of one layer, checked against each other:
 // [num_blocks, block_size, num_kv_heads, head_dim], same dtype, device and first three extents.
 PagedKV paged_kv(const Array& key_cache, const Array& value_cache);
@@ -33,8 +36,9 @@ PagedKV paged_kv(const Array& key_cache, const Array& value_cache);
 double number(py::handle object, const char* name, const char* wanted);
 
 // What scales a quantised cache, as the caller gives it: a number, or float32 [1], [num_kv_heads] or
-// [num_blocks, block_size, num_kv_heads]. `array` keeps a tensor's view. None for any other cache.
-// writes: the op finds scales of the last form and stores them.
+// [num_blocks, block_size, num_kv_heads]; for int4 float32 [num_blocks, block_size, num_kv_heads, head_dim /
+// group]. `array` keeps a tensor's view. None for any other cache.
+// writes: the op finds scales per token and stores them.
 ScaleView scale_view(std::optional<Array>& array, py::handle scale, const char* name, const Array& cache,
                      bool writes);
 

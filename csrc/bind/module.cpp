@@ -18,8 +18,8 @@
 namespace paged_ops::bind {
 
 DType dtype_from_name(const std::string& text) {
-  for (const DType dtype :
-       {DType::f32, DType::f16, DType::bf16, DType::i32, DType::i64, DType::f8e4m3, DType::f8e5m2, DType::i8})
+  for (const DType dtype : {DType::f32, DType::f16, DType::bf16, DType::i32, DType::i64, DType::f8e4m3,
+                            DType::f8e5m2, DType::i8, DType::i4})
     if (text == name(dtype)) return dtype;
   fail<TypeError>("dtype: is ", text, ", wanted one of float32, float16, bfloat16");
 }

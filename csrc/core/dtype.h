@@ -11,12 +11,16 @@
 
 namespace paged_ops {
 
-// The first three are what attention computes in, the last three what a cache may be quantised to.
-enum class DType : uint8_t { f32, f16, bf16, i32, i64, f8e4m3, f8e5m2, i8 };
+// The first three are what attention computes in, the last four what a cache may be quantised to. Numbers of
+// i4 lie two in a byte: its tensors are of uint8.
+enum class DType : uint8_t { f32, f16, bf16, i32, i64, f8e4m3, f8e5m2, i8, i4 };
 
-PAGED_OPS_HOST_DEVICE constexpr bool is_quantised(DType dtype) { return dtype >= DType::f8e4m3; }
+// Static, since an inline function of several instruction sets would be linked from any of them
+// (cpu/kernels.h).
+PAGED_OPS_HOST_DEVICE static constexpr bool is_quantised(DType dtype) { return dtype >= DType::f8e4m3; }
 
-PAGED_OPS_HOST_DEVICE constexpr int itemsize(DType dtype) {
+// Bytes of an element of a tensor, and how many numbers are in it.
+PAGED_OPS_HOST_DEVICE static constexpr int itemsize(DType dtype) {
   switch (dtype) {
     case DType::f32: return 4;
     case DType::f16: return 2;
@@ -25,9 +29,18 @@ PAGED_OPS_HOST_DEVICE constexpr int itemsize(DType dtype) {
     case DType::i64: return 8;
     case DType::f8e4m3:
     case DType::f8e5m2:
-    case DType::i8: return 1;
+    case DType::i8:
+    case DType::i4: return 1;
   }
   return 0;
+}
+PAGED_OPS_HOST_DEVICE static constexpr int numbers_per_element(DType dtype) {
+  return dtype == DType::i4 ? 2 : 1;
+}
+
+// Bytes of `dim` numbers in a row, which are whole elements.
+PAGED_OPS_HOST_DEVICE static constexpr int64_t row_nbytes(DType dtype, int64_t dim) {
+  return dim / numbers_per_element(dtype) * itemsize(dtype);
 }
 
 constexpr const char* name(DType dtype) {
@@ -40,9 +53,13 @@ constexpr const char* name(DType dtype) {
     case DType::f8e4m3: return "float8_e4m3fn";
     case DType::f8e5m2: return "float8_e5m2";
     case DType::i8: return "int8";
+    case DType::i4: return "int4";
   }
   return "?";
 }
+
+// Of the elements of a tensor.
+constexpr const char* element_name(DType dtype) { return dtype == DType::i4 ? "uint8" : name(dtype); }
 
 // Storage only. Arithmetic is done in f32 after to_float(); kernels use their machine's own
 // instructions for the conversion where it has them, and these where it has not.
@@ -61,6 +78,10 @@ struct f8e5m2 {
 };
 struct i8 {
   int8_t bits;
+};
+// Two numbers of 4 bits, two's complement, the first one in the lower half.
+struct i4x2 {
+  uint8_t bits;
 };
 
 template <class T>
@@ -90,11 +111,20 @@ template <>
 struct dtype_of<i8> {
   static constexpr DType value = DType::i8;
 };
+template <>
+struct dtype_of<i4x2> {
+  static constexpr DType value = DType::i4;
+};
 
-// The greatest number that quantisation gives; what is farther from 0, infinities too, becomes it. (int8 is
-// kept symmetric: -128 can be read, but is not written.)
+// The greatest number that quantisation gives; what is farther from 0, infinities too, becomes it. (Integers
+// are kept symmetric: -128 and -8 can be read, but are not written.)
 PAGED_OPS_HOST_DEVICE constexpr float largest(DType quantised) {
-  return quantised == DType::f8e4m3 ? 448.0f : quantised == DType::f8e5m2 ? 57344.0f : 127.0f;
+  switch (quantised) {
+    case DType::f8e4m3: return 448.0f;
+    case DType::f8e5m2: return 57344.0f;
+    case DType::i8: return 127.0f;
+    default: return 7.0f;
+  }
 }
 
 namespace portable {
@@ -156,6 +186,9 @@ PAGED_OPS_HOST_DEVICE inline f16 from_float<f16>(float x) {
 
 PAGED_OPS_HOST_DEVICE inline float to_float(i8 x) { return float(x.bits); }
 
+PAGED_OPS_HOST_DEVICE inline float first_of(i4x2 x) { return float(((x.bits & 15) ^ 8) - 8); }
+PAGED_OPS_HOST_DEVICE inline float second_of(i4x2 x) { return float(((x.bits >> 4) ^ 8) - 8); }
+
 // The upper byte of an f16.
 PAGED_OPS_HOST_DEVICE inline float to_float(f8e5m2 x) { return to_float(f16{uint16_t(x.bits << 8)}); }
 
@@ -166,15 +199,23 @@ PAGED_OPS_HOST_DEVICE inline float to_float(f8e4m3 x) {
   return to_float(f16{uint16_t(sign << 8 | magnitude << 7)}) * 256.0f;
 }
 
-// To the nearest with saturation, ties to even. NaN stays NaN, and in int8 becomes 0. Without branches, so
-// that compilers make vectors of it.
+// To the nearest with saturation, ties to even. NaN stays NaN, and becomes 0 in integers. Without branches,
+// so that compilers make vectors of it.
+//
+// An integer of at most `largest`, two's complement.
+PAGED_OPS_HOST_DEVICE inline uint32_t to_integer(float x, float largest) {
+  const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  float y = x < largest ? x : largest;
+  y = y > -largest ? y : -largest;
+  y = x == x ? y : 0.0f;
+  return bit_cast<uint32_t>(y + shift);
+}
 template <>
 PAGED_OPS_HOST_DEVICE inline i8 from_float<i8>(float x) {
-  const float shift = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  float y = x < 127.0f ? x : 127.0f;
-  y = y > -127.0f ? y : -127.0f;
-  y = x == x ? y : 0.0f;
-  return i8{int8_t(bit_cast<uint32_t>(y + shift) & 0xffu)};
+  return i8{int8_t(to_integer(x, 127.0f) & 0xffu)};
+}
+PAGED_OPS_HOST_DEVICE inline i4x2 i4_from_floats(float first, float second) {
+  return i4x2{uint8_t((to_integer(first, 7.0f) & 15u) | (to_integer(second, 7.0f) & 15u) << 4)};
 }
 
 // kFraction bits of fraction, exponents from kLeast = that of the least normal number on.

@@ -20,13 +20,19 @@ struct CacheView {
   int64_t stride_head;
 };
 
-// The scales of a quantised cache: an element is worth its number times the scale of its token and head. One
-// for all (all strides 0), one per head, or one per token and head.
+constexpr int kScaleGroupMultiple = 8;
+
+// The scales of a quantised cache: an element is worth its number times the scale of its token, its head and
+// its group of elements. In 8 bits a row is one group, and there is one scale for all (all strides 0), one
+// per head, or one per token and head; in 4 bits there is one per token, head and group.
 struct ScaleView {
-  float* data;  // null: `uniform` is the scale of all; 1 of a cache that is not quantised
-  float uniform;
-  bool per_token;  // has the form of the last kind: written together with what it scales
-  int64_t stride_block, stride_token, stride_head;  // bytes
+  float* data = nullptr;  // null: `uniform` is the scale of all; 1 of a cache that is not quantised
+  float uniform = 1.0f;
+  bool per_token = false;                                       // written together with what it scales
+  int64_t stride_block = 0, stride_token = 0, stride_head = 0;  // bytes
+  int32_t group =
+      0;  // elements of a row that share a scale, a multiple of kScaleGroupMultiple; 0: all of them
+  int64_t stride_group = 0;  // bytes
 };
 
 struct PagedKV {
@@ -38,7 +44,7 @@ struct PagedKV {
   int32_t key_head_dim;
   int32_t value_head_dim;
   DType dtype;
-  ScaleView key_scale{}, value_scale{};  // [num_blocks, block_size, num_kv_heads]
+  ScaleView key_scale{}, value_scale{};  // [num_blocks, block_size, num_kv_heads, head_dim / group]
 };
 
 // Where a sequence's tokens lie: row s of `block_tables` lists the blocks of sequence s in order.

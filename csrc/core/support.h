@@ -31,7 +31,7 @@ inline Refusal refusal(const Geometry& g) {
     return {nullptr, concat("dtype is ", name(g.dtype), ", wanted one of float32, float16, bfloat16")};
   if (g.cache_dtype != g.dtype && !is_quantised(g.cache_dtype))
     return {nullptr, concat("dtype is ", name(g.dtype), " beside a cache of ", name(g.cache_dtype),
-                            ", wanted one dtype, or a cache of float8_e4m3fn, float8_e5m2, int8")};
+                            ", wanted one dtype, or a cache of float8_e4m3fn, float8_e5m2, int8, int4")};
   const auto refused_dim = [](int64_t dim) {
     return dim < kHeadDimMultiple || dim > kMaxHeadDim || dim % kHeadDimMultiple != 0;
   };

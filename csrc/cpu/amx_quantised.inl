@@ -161,8 +161,8 @@ class ChunkScales {
     float power = 1.0f;
     with_element(kv_.dtype, [&](auto number) { power = float(1 << Codes<decltype(number)>::kExponent); });
     const int num_tokens = end - begin, padded = steps_of(num_tokens, kStepTokens) * kStepTokens;
-    load_scales(walk, kv_.key_scale, head, begin, end, key_);
-    load_scales(walk, kv_.value_scale, head, begin, end, value_);
+    for_each_scale(walk, kv_.key_scale, head, begin, end, [&](int t, const float* x) { key_[t] = *x; });
+    for_each_scale(walk, kv_.value_scale, head, begin, end, [&](int t, const float* x) { value_[t] = *x; });
     for (int t = num_tokens; t < padded; t++) key_[t] = value_[t] = 1.0f;
     const Vec power_of_2 = broadcast(power), least = broadcast(0x1p-60f);
     const __m512i even = _mm512_slli_epi32(lane_numbers(), 1),

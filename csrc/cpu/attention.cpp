@@ -55,7 +55,7 @@ class Plan {
  public:
   Plan(const AttentionParams& p, int num_threads) : p_(p), group_(p.num_q_heads / p.kv.num_kv_heads) {
     const int64_t token_nbytes =
-        int64_t(p.kv.key_head_dim + p.kv.value_head_dim) * p.kv.num_kv_heads * itemsize(p.kv.dtype);
+        p.kv.num_kv_heads * row_nbytes(p.kv.dtype, p.kv.key_head_dim + p.kv.value_head_dim);
     int64_t num_sweeps = 0, prefill_rows = 0;
     for (int32_t seq = 0; seq < p.tables.num_seqs; seq++) {
       const Sequence s(p, seq);

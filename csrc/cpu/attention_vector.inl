@@ -132,15 +132,13 @@ class VectorProducts {
       unpack(value, num_tokens, value_tile_, prefetcher_);
       return;
     }
-    float scales[2][kTileTokens];
-    load_scales(walk, p_.kv.key_scale, kv_head, position, position + num_tokens, scales[0]);
-    load_scales(walk, p_.kv.value_scale, kv_head, position, position + num_tokens, scales[1]);
     with_quantised(p_.kv.dtype, [&](auto number) {
       using Q = decltype(number);
       const Tile<Q> key(tile.key, kv_head * p_.kv.key.stride_head, p_.kv.key_head_dim);
       const Tile<Q> value(tile.value, kv_head * p_.kv.value.stride_head, p_.kv.value_head_dim);
-      unpack_quantised<T>(key, num_tokens, scales[0], key_tile_, prefetcher_);
-      unpack_quantised<T>(value, num_tokens, scales[1], value_tile_, prefetcher_);
+      unpack_quantised<T>(walk, p_.kv.key_scale, kv_head, position, key, num_tokens, key_tile_, prefetcher_);
+      unpack_quantised<T>(walk, p_.kv.value_scale, kv_head, position, value, num_tokens, value_tile_,
+                          prefetcher_);
     });
   }
 

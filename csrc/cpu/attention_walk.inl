@@ -118,8 +118,7 @@ void attend(const AttentionParams& p, const AttentionTask& task, void* scratch) 
   if (first_key >= end_key)
     for (int64_t i = 0; i < num_heads * num_rows; i++) clear_state(first_states + i * record, record);
 
-  const PageWalk walk(p.kv, p.tables.block_ids + task.seq * p.tables.stride, task.head_begin, task.head_end,
-                      p.kv.dtype == p.dtype ? sizeof(T) : 1);
+  const PageWalk walk(p.kv, p.tables.block_ids + task.seq * p.tables.stride, task.head_begin, task.head_end);
   products.start(walk, first_key, end_key);
   for (int begin = first_key, end; begin < end_key; begin = end) {
     end = chunk_end(begin, end_key);

@@ -54,29 +54,16 @@ struct TokenCopy {
 struct TokenQuantise {
   const char* source;
   int64_t source_stride_token, source_stride_head;
-  CacheView cache;
-  ScaleView scale;
-  int32_t num_heads, dim;
-  DType from, to;
+  DType from;
+  int32_t num_heads;
+  QuantisedRows rows;
 
   void prefetch(int64_t, int64_t) const {}
 
   void operator()(int64_t token, int64_t block, int64_t in_block) const {
     const char* from_row = source + token * source_stride_token;
-    char* to_row =
-        static_cast<char*>(cache.data) + block * cache.stride_block + in_block * cache.stride_token;
-    const int64_t scale_offset = block * scale.stride_block + in_block * scale.stride_token;
-    for (int32_t head = 0; head < num_heads; head++) {
-      const char* row = from_row + head * source_stride_head;
-      float used = scale.uniform;
-      if (scale.data) {
-        auto* const own = reinterpret_cast<float*>(reinterpret_cast<char*>(scale.data) + scale_offset +
-                                                   head * scale.stride_head);
-        if (scale.per_token) *own = scale_of_row(row, from, dim, to);
-        used = *own;
-      }
-      quantise_row(row, from, dim, used, to_row + head * cache.stride_head, to);
-    }
+    for (int32_t head = 0; head < num_heads; head++)
+      rows.write(from_row + head * source_stride_head, from, block, in_block, head);
   }
 };
 
@@ -85,7 +72,7 @@ template <class Rows>
 void write_rows(const CacheWriteParams& p, const Rows& key, const Rows& value) {
   constexpr int64_t kTokensPerTask = 32;
   const int64_t num_tasks = (p.num_tokens + kTokensPerTask - 1) / kTokensPerTask;
-  const int64_t token_nbytes = int64_t(p.kv.key_head_dim + p.kv.value_head_dim) * itemsize(p.dtype);
+  const int64_t token_nbytes = row_nbytes(p.dtype, p.kv.key_head_dim + p.kv.value_head_dim);
   // Quantisation costs several times what a copy does.
   const int64_t cost = is_quantised(p.kv.dtype) ? 4 : 1;
   const int threads = threads_for(p.num_tokens * p.kv.num_kv_heads * token_nbytes * cost);
@@ -114,25 +101,19 @@ void write_rows(const CacheWriteParams& p, const Rows& key, const Rows& value) {
 void cache_write(const CacheWriteParams& p, const Context&) {
   check_slot_mapping(p.slot_mapping, p.num_tokens, p.kv);
   if (is_quantised(p.kv.dtype)) {
-    const auto rows = [&](const void* source, int64_t stride_token, int64_t stride_head,
-                          const CacheView& cache, const ScaleView& scale, int32_t dim) {
-      return TokenQuantise{static_cast<const char*>(source),
-                           stride_token,
-                           stride_head,
-                           cache,
-                           scale,
-                           p.kv.num_kv_heads,
-                           dim,
-                           p.dtype,
-                           p.kv.dtype};
+    const auto quantise = [&](const void* source, int64_t stride_token, int64_t stride_head,
+                              const QuantisedRows& rows) {
+      return TokenQuantise{
+          static_cast<const char*>(source), stride_token, stride_head, p.dtype, p.kv.num_kv_heads, rows};
     };
-    return write_rows(
-        p, rows(p.key, p.key_stride_token, p.key_stride_head, p.kv.key, p.kv.key_scale, p.kv.key_head_dim),
-        rows(p.value, p.value_stride_token, p.value_stride_head, p.kv.value, p.kv.value_scale,
-             p.kv.value_head_dim));
+    return write_rows(p,
+                      quantise(p.key, p.key_stride_token, p.key_stride_head,
+                               {p.kv.key, p.kv.key_scale, p.kv.dtype, p.kv.key_head_dim}),
+                      quantise(p.value, p.value_stride_token, p.value_stride_head,
+                               {p.kv.value, p.kv.value_scale, p.kv.dtype, p.kv.value_head_dim}));
   }
-  const int64_t key_nbytes = int64_t(p.kv.key_head_dim) * itemsize(p.kv.dtype);
-  const int64_t value_nbytes = int64_t(p.kv.value_head_dim) * itemsize(p.kv.dtype);
+  const int64_t key_nbytes = row_nbytes(p.kv.dtype, p.kv.key_head_dim);
+  const int64_t value_nbytes = row_nbytes(p.kv.dtype, p.kv.value_head_dim);
   const TokenCopy key(p.key, p.key_stride_token, p.key_stride_head, p.kv.key, p.kv.num_kv_heads, key_nbytes);
   const TokenCopy value(p.value, p.value_stride_token, p.value_stride_head, p.kv.value, p.kv.num_kv_heads,
                         value_nbytes);

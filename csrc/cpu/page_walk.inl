@@ -104,19 +104,13 @@ struct PageWalk {
   const PagedKV& kv;
   const int32_t* block_ids;  // of one sequence
   int32_t head_begin, head_end;
-  int64_t element_nbytes;
 
-  PageWalk(const PagedKV& kv, const int32_t* block_ids, int32_t head_begin, int32_t head_end,
-           int64_t element_nbytes)
-      : kv(kv),
-        block_ids(block_ids),
-        head_begin(head_begin),
-        head_end(head_end),
-        element_nbytes(element_nbytes) {}
+  PageWalk(const PagedKV& kv, const int32_t* block_ids, int32_t head_begin, int32_t head_end)
+      : kv(kv), block_ids(block_ids), head_begin(head_begin), head_end(head_end) {}
 
   // The same for one of the heads.
   PageWalk of_head(int head) const {
-    return PageWalk(kv, block_ids, head_begin + head, head_begin + head + 1, element_nbytes);
+    return PageWalk(kv, block_ids, head_begin + head, head_begin + head + 1);
   }
 
   // Calls f(block, place in it, run) for each run of consecutive tokens in one block.
@@ -184,6 +178,6 @@ struct PageWalk {
   template <class Cache>
   void add(const char* row, const Cache& cache, int run, int dim, Prefetcher& out) const {
     out.add(row + head_begin * cache.stride_head, run, cache.stride_token, head_end - head_begin,
-            cache.stride_head, dim * element_nbytes);
+            cache.stride_head, row_nbytes(kv.dtype, dim));
   }
 };

@@ -20,6 +20,13 @@ inline void quantise(const T* row, int dim, float scale, Q* out) {
 }
 
 template <class T>
+inline void quantise(const T* row, int dim, float scale, i4x2* out) {
+  for (int i = 0; i < dim / 2; i++)
+    out[i] = portable::i4_from_floats(portable::to_float(row[2 * i]) / scale,
+                                      portable::to_float(row[2 * i + 1]) / scale);
+}
+
+template <class T>
 inline uint32_t greatest_bits(const T* row, int dim) {
   uint32_t greatest = 0;
   for (int i = 0; i < dim; i++) {
@@ -36,36 +43,57 @@ inline uint32_t greatest_bits(const T* row, int dim) {
 PAGED_OPS_QUANTISE(float, f8e4m3)
 PAGED_OPS_QUANTISE(float, f8e5m2)
 PAGED_OPS_QUANTISE(float, i8)
+PAGED_OPS_QUANTISE(float, i4x2)
 PAGED_OPS_QUANTISE(f16, f8e4m3)
 PAGED_OPS_QUANTISE(f16, f8e5m2)
 PAGED_OPS_QUANTISE(f16, i8)
+PAGED_OPS_QUANTISE(f16, i4x2)
 PAGED_OPS_QUANTISE(bf16, f8e4m3)
 PAGED_OPS_QUANTISE(bf16, f8e5m2)
 PAGED_OPS_QUANTISE(bf16, i8)
+PAGED_OPS_QUANTISE(bf16, i4x2)
 #undef PAGED_OPS_QUANTISE
 PAGED_OPS_CLONES uint32_t greatest(const float* row, int dim) { return greatest_bits(row, dim); }
 PAGED_OPS_CLONES uint32_t greatest(const f16* row, int dim) { return greatest_bits(row, dim); }
 PAGED_OPS_CLONES uint32_t greatest(const bf16* row, int dim) { return greatest_bits(row, dim); }
 
-}  // namespace
-
-void quantise_row(const void* row, DType from, int dim, float scale, void* out, DType to) {
-  dispatch<float, f16, bf16>("key", from, [&](auto t) {
-    dispatch<f8e4m3, f8e5m2, i8>("key_cache", to, [&](auto q) {
-      run(static_cast<const typename decltype(t)::type*>(row), dim, scale,
-          static_cast<typename decltype(q)::type*>(out));
-    });
-  });
+template <class T>
+float scale_of(const T* row, int dim, DType to) {
+  const float scale = portable::bit_cast<float>(greatest(row, dim)) / largest(to);
+  return scale > 0.0f ? scale : 1.0f;  // of the smallest numbers there is no quotient any more
 }
 
-float scale_of_row(const void* row, DType from, int dim, DType to) {
-  uint32_t bits = 0;
+// Calls f(scale or null, first element, elements, numbers) for each group of a row that has a scale of its
+// own.
+template <class F>
+void for_each_group(const QuantisedRows& rows, int64_t block, int64_t in_block, int64_t head, F&& f) {
+  const auto offset = [&](const auto& view) {
+    return block * view.stride_block + in_block * view.stride_token + head * view.stride_head;
+  };
+  char* numbers = static_cast<char*>(rows.cache.data) + offset(rows.cache);
+  char* scale = reinterpret_cast<char*>(rows.scale.data);
+  if (scale) scale += offset(rows.scale);
+  const int group = rows.scale.group ? rows.scale.group : rows.dim;
+  for (int begin = 0; begin < rows.dim; begin += group) {
+    f(reinterpret_cast<float*>(scale), begin, group, numbers);
+    numbers += row_nbytes(rows.dtype, group);
+    if (scale) scale += rows.scale.stride_group;
+  }
+}
+
+}  // namespace
+
+void QuantisedRows::write(const void* row, DType from, int64_t block, int64_t in_block, int64_t head) const {
   dispatch<float, f16, bf16>("key", from, [&](auto t) {
-    bits = greatest(static_cast<const typename decltype(t)::type*>(row), dim);
+    const auto* elements = static_cast<const typename decltype(t)::type*>(row);
+    dispatch<f8e4m3, f8e5m2, i8, i4x2>("key_cache", dtype, [&](auto q) {
+      using Q = typename decltype(q)::type;
+      for_each_group(*this, block, in_block, head, [&](float* own, int begin, int size, char* numbers) {
+        if (scale.per_token) *own = scale_of(elements + begin, size, dtype);
+        run(elements + begin, size, own ? *own : scale.uniform, reinterpret_cast<Q*>(numbers));
+      });
+    });
   });
-  const float scale = portable::bit_cast<float>(bits) / largest(to);
-  // Of the smallest numbers there is no quotient any more.
-  return scale > 0.0f ? scale : 1.0f;
 }
 
 }  // namespace paged_ops::cpu

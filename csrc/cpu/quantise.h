@@ -1,13 +1,20 @@
-// Rows of new keys and values to the numbers of a quantised cache.
+// Rows of keys and values to and from the numbers of a quantised cache.
 #pragma once
-#include "core/dtype.h"
+#include "core/paged_kv.h"
 
 namespace paged_ops::cpu {
 
-// out[i] = row[i] / scale, to the nearest with saturation (core/dtype.h); `dim` elements of `from` to `to`.
-void quantise_row(const void* row, DType from, int dim, float scale, void* out, DType to);
+// The keys or the values of a quantised cache, by rows: those of a token and a head.
+struct QuantisedRows {
+  CacheView cache;
+  ScaleView scale;
+  DType dtype;
+  int32_t dim;
 
-// The scale with which a row's greatest finite size becomes the greatest number of `to`; 1 for zeros.
-float scale_of_row(const void* row, DType from, int dim, DType to);
+  // Stores x / scale of each element x of a row of `from`, to the nearest with saturation (core/dtype.h).
+  // Scales per token are found first, and stored too: with one, the greatest finite size in its group becomes
+  // the greatest number of the dtype; 1 for zeros.
+  void write(const void* row, DType from, int64_t block, int64_t in_block, int64_t head) const;
+};
 
 }  // namespace paged_ops::cpu

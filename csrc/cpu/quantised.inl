@@ -1,5 +1,6 @@
 // Tiles of quantised caches as f32: numbers times their scales.
-// Included inside the namespace of one instruction set, after its vector vocabulary and page_walk.inl.
+// Included inside the namespace of one instruction set, after its vector vocabulary, page_walk.inl and
+// scales.inl.
 
 // Elements of T's pair order from numbers in the tensor's order.
 template <class T>
@@ -11,23 +12,50 @@ inline Pair reorder<bf16>(Pair x) {
   return reorder_bf16(x);
 }
 
-// A tile as f32 in T's pair order, rows padded(dim) apart.
+// The scales of a token's elements, a pair of vectors at a time: one for all,
+template <class Q>
+struct RowScales {
+  const Vec scale;
+
+  RowScales(const ScaleView&, const float* at, int) : scale(broadcast(*at)) {}
+  Pair operator()(int) const { return {scale, scale}; }
+};
+// or of groups, whose sizes are multiples of 8.
+template <>
+struct RowScales<i4x2> {
+  static constexpr int kPerPair = 2 * kLanes / 8;
+  float eighths[kMaxHeadDim / 8 + kPerPair];
+
+  RowScales(const ScaleView& view, const float* at, int dim) {
+    float* out = eighths;
+    for (int begin = 0; begin < dim; begin += view.group) {
+      for (int i = 0; i < view.group; i += 8) *out++ = *at;
+      at = reinterpret_cast<const float*>(reinterpret_cast<const char*>(at) + view.stride_group);
+    }
+    for (int i = 1; i < kPerPair; i++) *out++ = 0;  // beyond the row, where pairs hold zeros
+  }
+  Pair operator()(int pair) const { return broadcast_to_eights(eighths + pair * kPerPair); }
+};
+
+// A tile as f32 in T's pair order, rows padded(dim) apart. Its first token is at `position`.
 template <class T, class Q>
-void unpack_quantised(const Tile<Q>& tile, int num_tokens, const float* scales, float* out,
-                      Prefetcher& prefetcher) {
-  for (int t = 0; t < num_tokens; t++) {
-    const Vec scale = broadcast(scales[t]);
-    const auto put = [&](Pair x) {
-      const Pair y = reorder<T>({mul(x.a, scale), mul(x.b, scale)});
+void unpack_quantised(const PageWalk& walk, const ScaleView& view, int64_t head, int position,
+                      const Tile<Q>& tile, int num_tokens, float* out, Prefetcher& prefetcher) {
+  constexpr int kStep = 2 * kLanes / numbers_per_element(dtype_of<Q>::value);
+  const int dim = tile.num_pairs * 2 * kLanes + tile.tail;
+  for_each_scale(walk, view, head, position, position + num_tokens, [&](int t, const float* scale) {
+    const RowScales<Q> scales(view, scale, dim);
+    const auto put = [&](int pair, Pair x) {
+      const Pair by = scales(pair), y = reorder<T>({mul(x.a, by.a), mul(x.b, by.b)});
       store(out, y.a);
       store(out + kLanes, y.b);
       out += 2 * kLanes;
-      prefetcher.step<int(2 * kLanes * sizeof(Q))>();
+      prefetcher.step<int(kStep * sizeof(Q))>();
     };
     const Q* x = tile.row(t);
-    for (int pair = 0; pair < tile.num_pairs; pair++) put(load_pair(x + pair * 2 * kLanes));
-    if (tile.tail) put(load_pair(x + tile.num_pairs * 2 * kLanes, tile.tail));
-  }
+    for (int pair = 0; pair < tile.num_pairs; pair++) put(pair, load_pair(x + pair * kStep));
+    if (tile.tail) put(tile.num_pairs, load_pair(x + tile.num_pairs * kStep, tile.tail));
+  });
 }
 
 // Calls f(number of the type that dtype stands for).
@@ -36,6 +64,7 @@ inline void with_quantised(DType dtype, F&& f) {
   switch (dtype) {
     case DType::f8e4m3: return f(f8e4m3{});
     case DType::f8e5m2: return f(f8e5m2{});
-    default: return f(i8{});
+    case DType::i8: return f(i8{});
+    default: return f(i4x2{});
   }
 }

@@ -133,15 +133,32 @@ inline void store_pair(bf16* x, Pair y, int) { store8(x, _mm256_castsi256_si128(
 
 // Quantised numbers, in the tensor's order. fp8 goes by way of f16: e5m2 is the upper byte of one; e4m3 moved
 // to its places is worth 2^-8 of what it stands for.
-inline Pair load_pair(const i8* x) {
-  const __m128i bytes = load8(x);
+inline Pair widen_i8(__m128i bytes) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
           _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
 }
+inline Pair load_pair(const i8* x) { return widen_i8(load8(x)); }
 inline Pair load_pair(const i8* x, int) {
   return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)))),
           zero()};
 }
+// Two int4 in a byte, each moved to a byte of its own.
+inline Pair widen_i4(__m128i x) {
+  const __m128i words = _mm_cvtepu8_epi16(x), sign = _mm_set1_epi8(8);
+  const __m128i bytes = _mm_or_si128(_mm_and_si128(words, _mm_set1_epi16(0x000f)),
+                                     _mm_and_si128(_mm_slli_epi16(words, 4), _mm_set1_epi16(0x0f00)));
+  return widen_i8(_mm_sub_epi8(_mm_xor_si128(bytes, sign), sign));
+}
+inline Pair load_pair(const i4x2* x) {
+  return widen_i4(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
+}
+inline Pair load_pair(const i4x2* x, int) {
+  int32_t bytes;
+  memcpy(&bytes, x, sizeof(bytes));
+  return {widen_i4(_mm_cvtsi32_si128(bytes)).a, zero()};
+}
+// Each of two numbers in eight elements of a pair, in the tensor's order.
+inline Pair broadcast_to_eights(const float* x) { return {broadcast(x[0]), broadcast(x[1])}; }
 inline Vec widen_e5m2(__m128i words) { return _mm256_cvtph_ps(_mm_slli_epi16(words, 8)); }
 inline Vec widen_e4m3(__m128i words) {
   const __m128i size = _mm_and_si128(words, _mm_set1_epi16(0x7f));

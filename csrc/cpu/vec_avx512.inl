@@ -167,6 +167,27 @@ inline Pair widen_e4m3(__m256i x) {
 }
 inline Pair load_pair(const i8* x) { return widen_i8(load_bytes(x)); }
 inline Pair load_pair(const i8* x, int n) { return widen_i8(load_bytes(x, n)); }
+// Two int4 in a byte, each moved to a byte of its own.
+inline Pair widen_i4(__m128i x) {
+  const __m256i words = _mm256_cvtepu8_epi16(x), sign = _mm256_set1_epi8(8);
+  const __m256i bytes =
+      _mm256_or_si256(_mm256_and_si256(words, _mm256_set1_epi16(0x000f)),
+                      _mm256_and_si256(_mm256_slli_epi16(words, 4), _mm256_set1_epi16(0x0f00)));
+  return widen_i8(_mm256_sub_epi8(_mm256_xor_si256(bytes, sign), sign));
+}
+inline Pair load_pair(const i4x2* x) {
+  return widen_i4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
+}
+inline Pair load_pair(const i4x2* x, int n) {
+  return widen_i4(_mm_maskz_loadu_epi8(__mmask16(first_lanes(n / 2)), x));
+}
+// Each of four numbers in eight elements of a pair, in the tensor's order.
+inline Pair broadcast_to_eights(const float* x) {
+  const auto both = [](float low, float high) {
+    return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_set1_ps(low)), _mm256_set1_ps(high), 1);
+  };
+  return {both(x[0], x[1]), both(x[2], x[3])};
+}
 inline Pair load_pair(const f8e5m2* x) { return widen_e5m2(load_bytes(x)); }
 inline Pair load_pair(const f8e5m2* x, int n) { return widen_e5m2(load_bytes(x, n)); }
 inline Pair load_pair(const f8e4m3* x) { return widen_e4m3(load_bytes(x)); }

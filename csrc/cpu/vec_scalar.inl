@@ -85,6 +85,17 @@ template <class T>
 inline Pair load_pair(const T* x, int) {
   return load_pair(x);  // a pair is 8 elements: there are no partial ones
 }
+inline Pair load_pair(const i4x2* x) {
+  float numbers[8];
+  for (int i = 0; i < 4; i++) {
+    numbers[2 * i] = portable::first_of(x[i]);
+    numbers[2 * i + 1] = portable::second_of(x[i]);
+  }
+  return {load(numbers), load(numbers + 4)};
+}
+inline Pair load_pair(const i4x2* x, int) { return load_pair(x); }
+// Each of 2 * kLanes / 8 numbers in eight elements of a pair, in the tensor's order.
+inline Pair broadcast_to_eights(const float* x) { return {broadcast(x[0]), broadcast(x[0])}; }
 // From the tensor's order, in which quantised pairs are, to that of bf16 pairs.
 inline Pair reorder_bf16(Pair x) { return x; }
 

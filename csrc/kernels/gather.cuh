@@ -52,9 +52,9 @@ __global__ void gather_kernel(const GatherParams p) {
   const HeadRows to{static_cast<unsigned char*>(is_key ? p.key : p.value) +
                         row * (is_key ? p.key_stride_token : p.value_stride_token),
                     is_key ? p.key_stride_head : p.value_stride_head};
-  const int row_nbytes = (is_key ? p.kv.key_head_dim : p.kv.value_head_dim) * itemsize(p.kv.dtype);
+  const int nbytes = int(row_nbytes(p.kv.dtype, is_key ? p.kv.key_head_dim : p.kv.value_head_dim));
   const int num_seqs = p.tables.num_seqs;
-  if (row >= p.cu_seqlens[num_seqs]) return zero_heads<Packet>(to, p.kv.num_kv_heads, row_nbytes);
+  if (row >= p.cu_seqlens[num_seqs]) return zero_heads<Packet>(to, p.kv.num_kv_heads, nbytes);
 
   const int lane = int(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % kWarpSize;
   const int sequence = WarpSearch{lane}(num_seqs, row, [&](int s) { return p.cu_seqlens[s]; });
@@ -64,7 +64,7 @@ __global__ void gather_kernel(const GatherParams p) {
   const HeadRows from{static_cast<unsigned char*>(cache.data) + block * cache.stride_block +
                           token % p.kv.block_size * cache.stride_token,
                       cache.stride_head};
-  copy_heads<Packet>(to, from, p.kv.num_kv_heads, row_nbytes);
+  copy_heads<Packet>(to, from, p.kv.num_kv_heads, nbytes);
 }
 
 }  // namespace paged_ops::kernels

@@ -18,8 +18,8 @@ void gather(const GatherParams& p, const Context& context) {
 
   simt::launch(kernels::cu_seqlens_kernel, 1, kernels::kScanThreads, 0, stream, p);
   if (p.num_rows == 0) return;
-  const int key_nbytes = p.kv.key_head_dim * itemsize(p.kv.dtype);
-  const int value_nbytes = p.kv.value_head_dim * itemsize(p.kv.dtype);
+  const int key_nbytes = int(row_nbytes(p.kv.dtype, p.kv.key_head_dim));
+  const int value_nbytes = int(row_nbytes(p.kv.dtype, p.kv.value_head_dim));
   const int width = PacketWidth()
                         .cache(p.kv.key)
                         .cache(p.kv.value)

@@ -20,7 +20,9 @@ CACHE_DTYPES: dict[str, np.dtype[Any]] = {
     "float8_e4m3fn": np.dtype(ml_dtypes.float8_e4m3fn),
     "float8_e5m2": np.dtype(ml_dtypes.float8_e5m2),
     "int8": np.dtype(np.int8),
+    "int4": np.dtype(np.uint8),  # two in each
 }
+EIGHT_BITS = tuple(name for name in CACHE_DTYPES if name != "int4")
 
 
 def filled(shape: tuple[int, ...], dtype: np.dtype[Any], value: float = np.nan) -> NDArray[Any]:

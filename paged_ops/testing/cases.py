@@ -95,7 +95,8 @@ class Case:
     sinks: bool = False
     tree: bool = False  # the query tokens of each sequence are a tree of drafts
     cache_dtype: str | None = None  # of a quantised cache
-    scales: str = "number"  # its: "number", "tensor", "head" or "token"
+    scales: str = "number"  # its: "number", "tensor", "head" or "token"; of int4 per token and group
+    scale_groups: tuple[int, int] | None = None  # elements to a scale of int4, in keys and in values
     padding: int = 0  # query tokens after the last sequence's (not in decode)
     strided: bool = False  # query out of a fused QKV tensor, block table out of a wider one
     logit_offset: float = 0.0  # added to every logit, which must change the LSE only
@@ -106,6 +107,7 @@ class Case:
         assert self.num_q_heads % self.num_kv_heads == 0 and self.layout in LAYOUTS
         assert self.q_lens is None or len(self.q_lens) == len(self.seq_lens)
         assert self.q_lens is not None or self.padding == 0
+        assert (self.cache_dtype == "int4") == (self.scale_groups is not None)
         if self.tree:
             assert self.q_lens is not None and self.causal and max(self.q_lens, default=0) <= 64
 
@@ -153,7 +155,7 @@ class Inputs:
     alibi_slopes: Any = None  # [num_q_heads]
     sinks: Any = None  # [num_q_heads]
     tree_mask: Any = None  # [num_tokens] int64
-    k_scale: Any = None  # a number, [1], [num_kv_heads] or [num_blocks, block_size, num_kv_heads]
+    k_scale: Any = None  # a number, [1], [num_kv_heads] or [num_blocks, block_size, num_kv_heads (, groups)]
     v_scale: Any = None
 
     def attention(self, ops: Any, **options: Any) -> Any:
@@ -190,8 +192,9 @@ def build(case: Case) -> Inputs:
     rng = np.random.default_rng(case.seed)
     dtype = arrays.DTYPES[case.dtype]
     cache_dtype = dtype if case.cache_dtype is None else arrays.CACHE_DTYPES[case.cache_dtype]
+    poison = {"int8": -128, "uint8": 0x88}.get(cache_dtype.name, case.poison)  # of int4: two of -8
     num_tokens = sum(case.query_lens) + case.padding
-    dims = case.head_dim, case.dim_value
+    dims = tuple(dim // (2 if case.cache_dtype == "int4" else 1) for dim in (case.head_dim, case.dim_value))
 
     used = [case.blocks_of(seq_len) for seq_len in case.seq_lens]
     num_blocks = sum(used) + 2
@@ -200,9 +203,9 @@ def build(case: Case) -> Inputs:
         case.block_size,
         case.num_kv_heads,
         dims,
-        lambda shape: arrays.filled(shape, cache_dtype, -128 if cache_dtype == np.int8 else case.poison),
+        lambda shape: arrays.filled(shape, cache_dtype, poison),
     )
-    k_scale, v_scale = (_scales(case, num_blocks, rng) for _ in range(2))
+    k_scale, v_scale = (_scales(case, num_blocks, which, rng) for which in range(2))
     block_tables = _tables(case, used, rng.permutation(num_blocks))
 
     # Each KV head has a direction of +-1s that the queries of its group lean to. A key gets a logit of
@@ -242,10 +245,14 @@ def build(case: Case) -> Inputs:
     return Inputs(case, query, key_cache, value_cache, block_tables, seq_lens, cu_seqlens_q, **rules)
 
 
-def _scales(case: Case, num_blocks: int, rng: np.random.Generator) -> Any:
+def _scales(case: Case, num_blocks: int, which: int, rng: np.random.Generator) -> Any:
     """Scales with which keys and values of a few units fill a cache's numbers, or room for scales."""
     if case.cache_dtype is None:
         return None
+    if case.scale_groups is not None:
+        num_groups = (case.head_dim, case.dim_value)[which] // case.scale_groups[which]
+        shape = num_blocks, case.block_size, case.num_kv_heads, num_groups
+        return arrays.filled(shape, np.dtype(np.float32), case.poison)
     fitting = 8.0 / min(reference_numbers.LARGEST[case.cache_dtype], 448.0)
     if case.scales == "number":
         return fitting

@@ -79,7 +79,7 @@ def check_write(ops: Any, case: Case) -> None:
         run.write_kv_cache(key, value, inputs.key_cache, inputs.value_cache, slot_mapping, **scales)
     require_same_memory("key_cache", wanted.key_cache, actual.key_cache)
     require_same_memory("value_cache", wanted.value_cache, actual.value_cache)
-    if case.cache_dtype is not None and case.scales == "token":
+    if case.scales == "token" or case.scale_groups:
         require_same_memory("k_scale", wanted.k_scale, actual.k_scale)
         require_same_memory("v_scale", wanted.v_scale, actual.v_scale)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from paged_ops.testing.arrays import EIGHT_BITS
 from paged_ops.testing.backends import Target
 from paged_ops.testing.cases import LAYOUTS, Case
 from paged_ops.testing.covering import covering
@@ -120,7 +121,7 @@ def ruled_cases(target: Target) -> list[Case]:
 def quantised_cases(target: Target) -> list[Case]:
     """Pairs of every two axes over quantised caches, decode and varlen, with a window now and then."""
     axes = _axes(target) | {
-        "cache_dtype": ("float8_e4m3fn", "float8_e5m2", "int8"),
+        "cache_dtype": EIGHT_BITS,
         "scales": ("number", "tensor", "head", "token"),
         "shape": (*VARLEN_SHAPES, "one token"),
         "window": (None, 100),
@@ -129,6 +130,33 @@ def quantised_cases(target: Target) -> list[Case]:
     cases: list[Case] = []
     for i, row in enumerate(covering(axes, seed=4)):
         shape = row.pop("shape")
+        if shape == "one token":
+            cases.append(_case(row | {"causal": True}, seq_lens=(0, 1, 513, 40, 700), seed=i))
+        else:
+            seq_lens, q_lens = zip(*VARLEN_SHAPES[shape], strict=True)
+            cases.append(_case(row, seq_lens=seq_lens, q_lens=q_lens, seed=i))
+    return cases
+
+
+def int4_cases(target: Target) -> list[Case]:
+    """The same over caches of int4, with groups from the smallest to whole rows."""
+    axes = _axes(target) | {
+        "groups": ("smallest", "row", "halves", "smallest and row"),
+        "shape": (*VARLEN_SHAPES, "one token"),
+        "window": (None, 100),
+        "causal": (True, False),
+    }
+    cases: list[Case] = []
+    for i, row in enumerate(covering(axes, seed=5)):
+        shape, groups = row.pop("shape"), row.pop("groups")
+        dims = tuple(dim or row["dims"][0] for dim in row["dims"])
+        row["scale_groups"] = {
+            "smallest": (8, 8),
+            "row": dims,
+            "halves": tuple(dim // 2 if dim % 16 == 0 else dim for dim in dims),
+            "smallest and row": (8, dims[1]),
+        }[groups]
+        row["cache_dtype"] = "int4"
         if shape == "one token":
             cases.append(_case(row | {"causal": True}, seq_lens=(0, 1, 513, 40, 700), seed=i))
         else:

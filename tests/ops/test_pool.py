@@ -29,14 +29,15 @@ def test_pool_has_the_shape_of_the_oracle(framework: Any, layout: Any, dtype: st
         pytest.importorskip("torch")
     pool = paged_ops.allocate_kv_pool(**SIZES, dtype=dtype, layout=layout, framework=framework)
     numpy_dtype = (arrays.DTYPES | arrays.CACHE_DTYPES)[dtype]
-    wanted = reference.allocate_kv_pool(**SIZES, dtype=numpy_dtype, layout=layout)
+    extent = SIZES["head_dim"] // (2 if dtype == "int4" else 1)
+    wanted = reference.allocate_kv_pool(**SIZES | {"head_dim": extent}, dtype=numpy_dtype, layout=layout)
     assert arrays.same_bits(pool.tensor, wanted.tensor)  # zeros of the same shape and dtype
     assert type(pool.tensor).__module__.partition(".")[0] == framework
     arrays.to_numpy(pool.tensor)[...] = np.arange(wanted.tensor.size).reshape(wanted.tensor.shape) % 101
     wanted.tensor[...] = np.arange(wanted.tensor.size).reshape(wanted.tensor.shape) % 101
     for layer in range(3):
         for view, right in ((pool.key, wanted.key), (pool.value, wanted.value)):
-            assert tuple(view(layer).shape) == (6, 4, 2, 8)
+            assert tuple(view(layer).shape) == (6, 4, 2, extent)
             assert arrays.same_bits(view(layer), right(layer))
             assert np.shares_memory(arrays.to_numpy(view(layer)), arrays.to_numpy(pool.tensor))
     address = arrays.to_numpy(pool.tensor).ctypes.data
@@ -97,6 +98,12 @@ def test_bad_pools(name: str, value: Any, error: type[Exception]) -> None:
     arguments: dict[str, Any] = {**SIZES, "dtype": "float32", "framework": "numpy", name: value}
     with pytest.raises(error, match=f"^{name}: "):
         paged_ops.allocate_kv_pool(**arguments)
+
+
+def test_pool_of_half_bytes() -> None:
+    sizes: dict[str, Any] = SIZES | {"head_dim": 7}
+    with pytest.raises(ValueError, match="^head_dim: is 7, wanted a multiple of 2 for int4"):
+        paged_ops.allocate_kv_pool(**sizes, dtype="int4", framework="numpy")
 
 
 def test_pool_layer_out_of_range() -> None:

@@ -32,7 +32,7 @@ def test_attention(ops: HostOps, case: Case) -> None:
 
 
 @pytest.mark.parametrize("scales", ["number", "tensor", "head", "token"])
-@pytest.mark.parametrize("cache_dtype", arrays.CACHE_DTYPES)
+@pytest.mark.parametrize("cache_dtype", arrays.EIGHT_BITS)
 @pytest.mark.parametrize("dtype", arrays.DTYPES)
 def test_write(ops: HostOps, dtype: str, cache_dtype: str, scales: str) -> None:
     for layout, head_dim in zip(LAYOUTS, (64, 8, 40, 128, 80, 256), strict=True):
@@ -43,7 +43,7 @@ def test_write(ops: HostOps, dtype: str, cache_dtype: str, scales: str) -> None:
 # --- codes ----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache_dtype", arrays.CACHE_DTYPES)
+@pytest.mark.parametrize("cache_dtype", arrays.EIGHT_BITS)
 @pytest.mark.parametrize("dtype", arrays.DTYPES)
 def test_what_each_code_is_worth(ops: HostOps, dtype: str, cache_dtype: str) -> None:
     """A sequence of one token has its value for a result: all 256 codes, subnormals and NaN among them."""
@@ -60,7 +60,7 @@ def test_what_each_code_is_worth(ops: HostOps, dtype: str, cache_dtype: str) -> 
     assert (np.isnan(out.astype(F32)) == nan).all()
 
 
-@pytest.mark.parametrize("cache_dtype", arrays.CACHE_DTYPES)
+@pytest.mark.parametrize("cache_dtype", arrays.EIGHT_BITS)
 @pytest.mark.parametrize("dtype", arrays.DTYPES)
 def test_what_each_number_becomes(ops: HostOps, dtype: str, cache_dtype: str) -> None:
     """All numbers of 16 bits, or as many of 32: to the nearest code, ties to even, saturated."""
@@ -83,7 +83,7 @@ def test_what_each_number_becomes(ops: HostOps, dtype: str, cache_dtype: str) ->
     assert np.isfinite(caches[0][~np.isnan(rows[:, :, None])].astype(F32)).all()
 
 
-@pytest.mark.parametrize("cache_dtype", arrays.CACHE_DTYPES)
+@pytest.mark.parametrize("cache_dtype", arrays.EIGHT_BITS)
 def test_a_row_comes_back_as_near_as_the_format_allows(ops: HostOps, cache_dtype: str) -> None:
     rng = np.random.default_rng(0)
     rows = (rng.standard_normal((32, 2, 64)) * 10.0 ** rng.uniform(-30, 30, (32, 2, 1))).astype(F32)
@@ -104,7 +104,7 @@ def test_a_row_comes_back_as_near_as_the_format_allows(ops: HostOps, cache_dtype
 
 
 @pytest.mark.parametrize("scales", ["head", "token"])
-@pytest.mark.parametrize("cache_dtype", arrays.CACHE_DTYPES)
+@pytest.mark.parametrize("cache_dtype", arrays.EIGHT_BITS)
 def test_bits_do_not_depend_on_the_batch_or_the_blocks(ops: HostOps, cache_dtype: str, scales: str) -> None:
     from paged_ops.testing.cases import one_sequence_per_token, select_sequences
 
@@ -121,7 +121,7 @@ def test_bits_do_not_depend_on_the_batch_or_the_blocks(ops: HostOps, cache_dtype
         require_same_bits("lse", alone[1], lse)
 
 
-@pytest.mark.parametrize("cache_dtype", arrays.CACHE_DTYPES)
+@pytest.mark.parametrize("cache_dtype", arrays.EIGHT_BITS)
 def test_scales_of_unused_tokens_do_not_show(ops: HostOps, cache_dtype: str) -> None:
     """Those past a sequence's end, and of tokens that only later rows see."""
     case = Case((70,), (9,), num_q_heads=8, cache_dtype=cache_dtype, scales="token", block_size=16)
@@ -149,7 +149,7 @@ def test_a_shared_prefix(ops: HostOps, scales: str) -> None:
 
 
 @pytest.mark.parametrize("scales", ["number", "head", "token"])
-@pytest.mark.parametrize("cache_dtype", arrays.CACHE_DTYPES)
+@pytest.mark.parametrize("cache_dtype", arrays.EIGHT_BITS)
 def test_torch_tensors_eager_and_compiled(target: Target, cache_dtype: str, scales: str) -> None:
     torch = pytest.importorskip("torch")
     case = Case((33, 70), None, "bfloat16", 6, 2, cache_dtype=cache_dtype, scales=scales)
@@ -171,7 +171,7 @@ def test_torch_tensors_eager_and_compiled(target: Target, cache_dtype: str, scal
 # --- faults must show -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("cache_dtype", arrays.CACHE_DTYPES)
+@pytest.mark.parametrize("cache_dtype", arrays.EIGHT_BITS)
 def test_faults_of_scales_are_seen(ops: HostOps, cache_dtype: str) -> None:
     case = Case((33, 300), None, num_q_heads=6, num_kv_heads=3, cache_dtype=cache_dtype, scales="head")
     inputs = build(case)
@@ -261,7 +261,7 @@ def test_scales_that_are_written_have_no_gradient(ops: HostOps) -> None:
 
 def test_supports_says_so() -> None:
     shape: dict[str, Any] = {"num_q_heads": 4, "num_kv_heads": 2, "head_dim": 64}
-    for dtype, cache_dtype in itertools.product(arrays.DTYPES, arrays.CACHE_DTYPES):
+    for dtype, cache_dtype in itertools.product(arrays.DTYPES, arrays.EIGHT_BITS):
         assert paged_ops.supports(dtype=dtype, cache_dtype=cache_dtype, **shape)
     assert not paged_ops.supports(dtype="float32", cache_dtype="bfloat16", **shape)
     assert not paged_ops.supports(dtype="int8", cache_dtype="int8", **shape)
