@@ -85,7 +85,7 @@ def paged_attention_decode(
             ``num_kv_heads``.
         key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` of the query's dtype or
             quantised (not on CUDA yet), any strides with the last dimension contiguous; head_dim a multiple
-            of 8 up to 256, value_cache's may differ from key_cache's.
+            of 8 up to 576, value_cache's may differ from key_cache's.
         block_tables: int32 ``[num_seqs, max_blocks_per_seq]``; entries past a sequence's length are not read.
         seq_lens: int32 ``[num_seqs]``. A sequence of length 0 gives output 0 and LSE ``-inf``.
         scale: multiplies the logits; default ``head_dim ** -0.5``.

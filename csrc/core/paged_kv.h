@@ -6,9 +6,9 @@
 
 namespace paged_ops {
 
-// Head dims that kernels take, of keys and of values.
+// Head dims that kernels take, of keys and of values: up to those of latent attention, 512 + 64.
 constexpr int kHeadDimMultiple = 8;
-constexpr int kMaxHeadDim = 256;
+constexpr int kMaxHeadDim = 576;
 
 // One of K or V: [num_blocks, block_size, num_kv_heads, head_dim], last dimension contiguous.
 // NHD, HND, K and V interleaved, and block-major pools over all layers differ in strides only.

@@ -9,8 +9,7 @@ constexpr int kStepDims = 32;  // head dims of a query . key step: one row of a 
 constexpr int kTileRow = 32;   // bf16 elements of a row of a tile register
 constexpr int kTileElements = 16 * kTileRow;
 
-alignas(64) constexpr bf16 kZeroRow[256] = {};
-static_assert(kMaxHeadDim <= 256);
+alignas(64) constexpr bf16 kZeroRow[kMaxHeadDim] = {};
 static_assert(kTileTokens == kStepTokens);  // a tile of the walk is a step of the products with values
 
 // How many of a head's rows are in a block.

@@ -1,8 +1,6 @@
 // Rotary position embedding of the rows of queries and keys, on the way to where they belong.
 // Included inside the namespace of one instruction set, after its vector vocabulary.
 
-constexpr int kMaxRowElements = 256;  // kMaxHeadDim, whose header is none of ours
-
 // Which element of a row lies in which lane of a pair: found by looking where each one arrives.
 template <class T>
 struct PairOrder {
@@ -27,8 +25,8 @@ struct PairOrder {
 // Factors lie as the elements do in pairs.
 template <class T>
 struct Rotation {
-  float cosines[kMaxRowElements], sines[kMaxRowElements];
-  T row[kMaxRowElements], partners[kMaxRowElements];
+  float cosines[kMaxHeadDim], sines[kMaxHeadDim];
+  T row[kMaxHeadDim], partners[kMaxHeadDim];
   int rotary_dim, head_dim;
   bool interleaved;
 

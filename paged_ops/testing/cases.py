@@ -87,6 +87,7 @@ class Case:
     value_head_dim: int | None = None  # None: as head_dim
     block_size: int = 16
     layout: str = "NHD"
+    latent: bool = False  # values are the first dims of the keys, in the same memory
     causal: bool = True
     scale: float | None = None
     window: int | None = None
@@ -105,6 +106,7 @@ class Case:
 
     def __post_init__(self) -> None:
         assert self.num_q_heads % self.num_kv_heads == 0 and self.layout in LAYOUTS
+        assert not self.latent or (self.dim_value <= self.head_dim and self.cache_dtype != "int4")
         assert self.q_lens is None or len(self.q_lens) == len(self.seq_lens)
         assert self.q_lens is not None or self.padding == 0
         assert (self.cache_dtype == "int4") == (self.scale_groups is not None)
@@ -206,6 +208,8 @@ def build(case: Case) -> Inputs:
         lambda shape: arrays.filled(shape, cache_dtype, poison),
     )
     k_scale, v_scale = (_scales(case, num_blocks, which, rng) for which in range(2))
+    if case.latent:
+        value_cache, v_scale = key_cache[..., : case.dim_value], k_scale
     block_tables = _tables(case, used, rng.permutation(num_blocks))
 
     # Each KV head has a direction of +-1s that the queries of its group lean to. A key gets a logit of
@@ -221,6 +225,8 @@ def build(case: Case) -> Inputs:
         keys = rng.standard_normal((seq_len, case.num_kv_heads, case.head_dim))
         keys += height[:, None, None] * direction * case.head_dim**-0.5
         values = rng.standard_normal((seq_len, case.num_kv_heads, case.dim_value))
+        if case.latent:
+            values = keys[..., : case.dim_value]
         blocks, offsets = _places(block_tables[seq], seq_len, case.block_size)
         if case.cache_dtype is None:
             key_cache[blocks, offsets] = keys.astype(dtype)
@@ -228,7 +234,9 @@ def build(case: Case) -> Inputs:
         else:
             slots = blocks.astype(np.int64) * case.block_size + offsets
             scales = {"k_scale": k_scale, "v_scale": v_scale}
-            reference.write_kv_cache(keys, values, key_cache, value_cache, slots, **scales)
+            written = (values, value_cache) if not case.latent else (values[..., :0], key_cache[..., :0])
+            scales |= {"v_scale": 1.0} if case.latent else {}  # the values come with the keys
+            reference.write_kv_cache(keys, written[0], key_cache, written[1], slots, **scales)
 
     query = query.astype(dtype)
     if case.strided:

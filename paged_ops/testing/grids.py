@@ -12,8 +12,9 @@ from paged_ops.testing.covering import covering
 DTYPES = ("float32", "float16", "bfloat16")
 BLOCK_SIZES = (1, 3, 16, 256)
 GROUPS = (1, 2, 3, 7, 8, 16, 64)
-# Key and value head dims.
+# Key and value head dims: those of every grid, and wide ones with a grid of their own.
 HEAD_DIMS = ((8, 8), (40, 40), (64, 64), (80, 80), (128, 128), (256, 256), (64, 128), (128, 40), (8, 256))
+WIDE_HEAD_DIMS = ((576, 512), (576, 576), (512, 512), (320, 320), (264, 264), (264, 8), (64, 576))
 
 
 def lens_around(block_size: int, *, longest: int = 1) -> tuple[int, ...]:
@@ -162,6 +163,33 @@ def int4_cases(target: Target) -> list[Case]:
         else:
             seq_lens, q_lens = zip(*VARLEN_SHAPES[shape], strict=True)
             cases.append(_case(row, seq_lens=seq_lens, q_lens=q_lens, seed=i))
+    return cases
+
+
+def wide_cases(target: Target) -> list[Case]:
+    """Pairs of every two axes with wide heads, decode and varlen, values in the keys' memory or not."""
+    axes = _axes(target) | {
+        "dims": WIDE_HEAD_DIMS,
+        "group": (1, 8, 16, 40, 128),
+        "block_size": (1, 16, 64),
+        "latent": (True, False),
+        "shape": ("context", "chunk", "too many", "one token"),
+        "rules": ("none", "all", "tree"),
+        "causal": (True, False),
+    }
+    cases: list[Case] = []
+    for i, row in enumerate(covering(axes, seed=5)):
+        shape, rules = row.pop("shape"), row.pop("rules")
+        row["latent"] = row["latent"] and row["dims"][1] <= row["dims"][0]
+        if rules != "none":
+            row |= {"window": 100, "soft_cap": 6.0, "alibi": True, "sinks": True}
+        if shape == "one token":
+            cases.append(_case(row | {"causal": True}, seq_lens=(0, 1, 513, 40), seed=i))
+            continue
+        if rules == "tree":
+            row |= {"tree": True, "causal": True}
+        seq_lens, q_lens = zip(*VARLEN_SHAPES[shape], strict=True)
+        cases.append(_case(row, seq_lens=seq_lens, q_lens=q_lens, seed=i))
     return cases
 
 

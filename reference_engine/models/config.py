@@ -9,7 +9,7 @@ from typing import Literal
 Norm = Literal["rms", "layer"]
 Activation = Literal["silu", "gelu", "gelu_tanh", "relu"]
 
-MAX_HEAD_DIM = 256  # what the paged ops take, besides the multiple of 8
+MAX_HEAD_DIM = 576  # what the paged ops take, besides the multiple of 8
 
 
 class ModelError(ValueError):

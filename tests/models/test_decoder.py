@@ -132,7 +132,7 @@ def test_attend_sees_each_layer_once_in_order() -> None:
     [
         ({"vocab_size": 0}, "vocab_size must be at least 1, got 0"),
         ({"num_kv_heads": 2}, "num_q_heads must be a multiple of num_kv_heads, got 3 and 2"),
-        ({"head_dim": 4}, "head_dim must be a multiple of 8 up to 256, got 4"),
+        ({"head_dim": 4}, "head_dim must be a multiple of 8 up to 576, got 4"),
         ({"head_dim": 16}, "rope must have head_dim / 2 = 8 frequencies, got 4"),
         ({"norm_eps": -1.0}, "norm_eps must be at least 0, got -1.0"),
         ({"norm_eps": math.nan}, "norm_eps must be at least 0, got nan"),

@@ -141,7 +141,7 @@ def test_damaged_bytes_never_do_worse_than_a_model_error(file_bytes: bytes, tmp_
         ({"A__rope__scaling__type": "yarn"}, "rope scaling 'yarn' is not supported"),
         ({"A__rope__dimension_count": np.uint32(8)}, "rotary positions on 8 of 16 dimensions"),
         ({"A__attention__value_length": np.uint32(8)}, r"key and value head dims differ \(16, 8\)"),
-        ({"A__attention__key_length": np.uint32(20)}, "head_dim must be a multiple of 8 up to 256, got 20"),
+        ({"A__attention__key_length": np.uint32(20)}, "head_dim must be a multiple of 8 up to 576, got 20"),
         ({"A__attention__head_count_kv": [1, 2]}, "head_count_kv' must be int, got"),
         ({"A__block_count": "three"}, "'llama.block_count' must be int, got 'three'"),
         ({"A__block_count": np.uint32(2**32 - 1)}, "tensor 'blk.3.attn_norm.weight' is missing"),

@@ -103,8 +103,8 @@ MALFORMED = [
     ("llama", {"num_hidden_layers": 0}, "num_layers must be at least 1, got 0"),
     ("llama", {"num_attention_heads": 0}, "num_q_heads must be at least 1, got 0"),
     ("llama", {"num_key_value_heads": 3}, "num_q_heads must be a multiple of num_kv_heads, got 4 and 3"),
-    ("llama", {"head_dim": 12}, "head_dim must be a multiple of 8 up to 256, got 12"),
-    ("llama", {"head_dim": 264}, "head_dim must be a multiple of 8 up to 256, got 264"),
+    ("llama", {"head_dim": 12}, "head_dim must be a multiple of 8 up to 576, got 12"),
+    ("llama", {"head_dim": 584}, "head_dim must be a multiple of 8 up to 576, got 584"),
     ("llama", {"head_dim": None, "hidden_size": 63}, "hidden_size must be a multiple of num_attention_heads"),
     ("gpt2", {"n_embd": 63}, "n_embd must be a multiple of n_head, got 63 and 4"),
 ]

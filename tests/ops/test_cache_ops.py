@@ -28,7 +28,7 @@ def cache_cases(target: Target) -> list[Case]:
     """Geometries of caches: pairs of every two axes."""
     axes = {
         "dtype": tuple(arrays.DTYPES),
-        "dims": ((8, 8), (64, 64), (128, 128), (256, 256), (40, 80), (128, 8)),
+        "dims": ((8, 8), (64, 64), (128, 128), (256, 256), (40, 80), (128, 8), (576, 512), (264, 320)),
         "num_kv_heads": (1, 2, 7),
         "block_size": (1, 3, 16, 256),
         "layout": tuple(LAYOUTS),

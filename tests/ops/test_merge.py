@@ -17,7 +17,11 @@ dtypes = pytest.mark.parametrize("dtype", arrays.DTYPES)
 
 @dtypes
 @pytest.mark.parametrize("into", ["new", "out", "a", "b"])
-@pytest.mark.parametrize("shape", [(1, 1, 8), (33, 3, 40), (7, 64, 256), (200, 2, 128), (5, 2, 264)], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [(1, 1, 8), (33, 3, 40), (7, 64, 256), (200, 2, 128), (5, 2, 264), (3, 16, 512), (3, 2, 576)],
+    ids=str,
+)
 def test_against_the_oracle(ops: HostOps, shape: tuple[int, int, int], dtype: str, into: str) -> None:
     check_merge(ops, *shape, dtype, into=into)
 

@@ -155,7 +155,7 @@ geometries = st.fixed_dictionaries(
         "dtype": st.sampled_from([*arrays.DTYPES, "float64", "int32"]),
         "num_kv_heads": st.integers(1, 3),
         "num_q_heads": st.integers(1, 12),
-        "head_dim": st.sampled_from([1, 4, 8, 12, 16, 72, 128, 200, 256, 264]),
+        "head_dim": st.sampled_from([1, 4, 8, 12, 16, 72, 128, 256, 264, 576, 584]),
         "value_head_dim": st.sampled_from([7, 8, 24, 128, 256, 512]),
         "block_size": st.sampled_from([1, 2, 5, 16, 300]),
     }
@@ -186,7 +186,7 @@ def test_supports_gives_reasons() -> None:
     assert paged_ops.supports(**good)
     for name, value, reason in [
         ("head_dim", 12, "head_dim is 12"),
-        ("head_dim", 264, "head_dim is 264"),
+        ("head_dim", 584, "head_dim is 584"),
         ("value_head_dim", 0, "value head_dim is 0"),
         ("num_q_heads", 7, "num_q_heads is 7"),
         ("num_kv_heads", 0, "num_kv_heads is 0"),
