@@ -14,7 +14,10 @@
 #include "kernels/attention.cuh"
 #include "kernels/attention_fma.cuh"
 #include "kernels/attention_mma.cuh"
+#include "kernels/share_fma.cuh"
+#include "kernels/share_mma.cuh"
 #include "kernels/split_columns.cuh"
+#include "kernels/split_dims.cuh"
 #include "kernels/split_keys.cuh"
 #include "params/backend.h"
 #include "simt/emulator/config.h"
@@ -54,7 +57,7 @@ PagedKV cache(DType dtype, int head_dim, uintptr_t offset, int num_kv_heads = 8,
 void survey_attention() {
   std::vector<int32_t> cu_seqlens(2, 0);
   for (DType dtype : kDTypes)
-    for (int head_dim : {64, 128, 256})
+    for (int head_dim : {64, 128, 256, kMaxHeadDim})
       for (uintptr_t offset : {0, 4})        // 16-byte aligned or not
         for (int group : {4, 16})            // one tile of columns or two
           for (int tokens : {0, 100, 4096})  // decode, a short prefill, a long one
@@ -195,12 +198,18 @@ void survey_column_rings() {
   (survey_ring<kernels::SplitColumns<Tiles, Rules::none>>(), ...);
   (survey_ring<kernels::SplitColumns<Tiles, Rules::some>>(), ...);
 }
+template <class... Shares>
+void survey_dim_rings() {
+  using kernels::RowCopy, kernels::Rules;
+  (survey_ring<kernels::SplitDims<Shares, RowCopy::asynchronous, Rules::some>>(), ...);
+}
 template <class T>
 void survey_mma_rings() {
   using kernels::MmaTile;
   survey_key_rings<MmaTile<T, 64, 1>, MmaTile<T, 64, 2>, MmaTile<T, 128, 1>, MmaTile<T, 128, 2>,
                    MmaTile<T, 256, 1>, MmaTile<T, 256, 2>>();
   survey_column_rings<MmaTile<T, 64, 2>, MmaTile<T, 128, 2>>();
+  survey_dim_rings<kernels::MmaShare<T, kMaxHeadDim, 1>, kernels::MmaShare<T, kMaxHeadDim, 2>>();
 }
 
 }  // namespace
@@ -214,5 +223,6 @@ int main() {
   survey_mma_rings<f16>();
   survey_mma_rings<bf16>();
   survey_key_rings<kernels::FmaTile<64>, kernels::FmaTile<128>, kernels::FmaTile<256>>();
+  survey_dim_rings<kernels::FmaShare<kMaxHeadDim>>();
   return 0;
 }

@@ -33,8 +33,13 @@ void run_attention(const AttentionPlan& plan, const AttentionParams& op, cudaStr
     args.partial_state = reinterpret_cast<float2*>(workspace + plan.state_offset);
     args.partial_out = reinterpret_cast<float*>(workspace + plan.out_offset);
   }
-  dispatch<float, f16, bf16>(
-      "query", op.dtype, [&](auto t) { launch_attention<typename decltype(t)::type>(plan, args, stream); });
+  dispatch<float, f16, bf16>("query", op.dtype, [&](auto t) {
+    using T = typename decltype(t)::type;
+    if (plan.head_dim > 256)
+      launch_wide_attention<T>(plan, args, stream);
+    else
+      launch_attention<T>(plan, args, stream);
+  });
 }
 
 void launch_work_list(const kernels::AttentionArgs& args, cudaStream_t stream) {

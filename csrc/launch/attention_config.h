@@ -14,7 +14,7 @@
 namespace paged_ops::launch {
 
 struct AttentionPlan {
-  int head_dim;      // the kernel's: 64, 128 or 256, the next one up
+  int head_dim;      // the kernel's: 64, 128, 256 or kMaxHeadDim, the next one up
   int column_tiles;  // of 8 columns per CTA: 1, 2 or kSplitColumnTiles
   bool aligned;      // K and V rows can be copied 16 bytes at a time
   bool ruled;        // the kernels that know of windows, soft caps, ALiBi and trees; they need no such rule
@@ -50,8 +50,7 @@ inline AttentionPlan plan_attention(const AttentionParams& op) {
   const PagedKV& kv = op.kv;
   AttentionPlan plan{};
   const int head_dim = std::max(kv.key_head_dim, kv.value_head_dim);
-  PAGED_OPS_REQUIRE(head_dim <= 256, "head_dim: is ", head_dim, ", wanted at most 256");
-  plan.head_dim = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+  plan.head_dim = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : head_dim <= 256 ? 256 : kMaxHeadDim;
   plan.aligned = multiple_of_16(kv.key) && multiple_of_16(kv.value);
   // A sink concerns a row's end only. Copies by element are slow whatever else there is: one kernel for all.
   const AttentionRules& rules = op.rules;

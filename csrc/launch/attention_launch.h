@@ -12,6 +12,11 @@ void run_attention(const AttentionPlan& plan, const AttentionParams& op, cudaStr
 template <class T>
 void launch_attention(const AttentionPlan& plan, const kernels::AttentionArgs& args, cudaStream_t stream);
 
+// The same for heads wider than 256.
+template <class T>
+void launch_wide_attention(const AttentionPlan& plan, const kernels::AttentionArgs& args,
+                           cudaStream_t stream);
+
 // Lays out the work that the CTAs of a parallel launch share.
 void launch_work_list(const kernels::AttentionArgs& args, cudaStream_t stream);
 

@@ -170,7 +170,7 @@ def wide_cases(target: Target) -> list[Case]:
     """Pairs of every two axes with wide heads, decode and varlen, values in the keys' memory or not."""
     axes = _axes(target) | {
         "dims": WIDE_HEAD_DIMS,
-        "group": (1, 8, 16, 40, 128),
+        "group": (1, 8, 16, 40) if target.backend == "emulated" else (1, 8, 16, 40, 128),
         "block_size": (1, 16, 64),
         "latent": (True, False),
         "shape": ("context", "chunk", "too many", "one token"),

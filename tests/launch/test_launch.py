@@ -28,7 +28,7 @@ FUNCTIONS = [
 ]
 DTYPES = ["float32", "float16", "bfloat16"]
 # head_dim, value_head_dim, query heads per KV head: each kernel's head dim, with and without a tail.
-SHAPES = [(64, 64, 1), (40, 64, 8), (128, 80, 5), (256, 256, 3), (192, 136, 9)]
+SHAPES = [(64, 64, 1), (40, 64, 8), (128, 80, 5), (256, 256, 3), (192, 136, 9), (576, 512, 9)]
 
 
 @pytest.fixture(scope="session")
@@ -82,7 +82,7 @@ def test_no_plan_changes_a_bit(
         ("long", "all", "causal"),
     ],
 )
-@pytest.mark.parametrize("shape", [(40, 64, 8), (256, 256, 3)], ids=str)
+@pytest.mark.parametrize("shape", [(40, 64, 8), (256, 256, 3), (264, 320, 3)], ids=str)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_plan_changes_a_bit_under_rules(
     driver: Path, dtype: str, shape: tuple[int, int, int], query_tokens: str, rules: str, mask: str

@@ -10,7 +10,7 @@ import pytest
 
 from paged_ops import reference
 from paged_ops.testing import arrays
-from paged_ops.testing.backends import HostOps, Target
+from paged_ops.testing.backends import HostOps
 from paged_ops.testing.cases import Case, Inputs, build, one_sequence_per_token, select_sequences
 from paged_ops.testing.checks import check_attention, require_same_bits, require_same_memory
 from paged_ops.testing.grids import wide_cases
@@ -30,12 +30,6 @@ DECODE = Case(
 VARLEN = replace(DECODE, seq_lens=(40, 530, 3, 17), q_lens=(9, 4, 3, 0))
 CASES = [replace(case, dtype=dtype) for case in (DECODE, VARLEN) for dtype in arrays.DTYPES]
 calls = pytest.mark.parametrize("case", CASES, ids=str)
-
-
-@pytest.fixture(autouse=True)
-def _only_where_it_is_built(target: Target) -> None:
-    if target.backend != "cpu":
-        pytest.skip("head dims above 256 are the CPU backend's so far")
 
 
 @pytest.mark.grid(cases=wide_cases)

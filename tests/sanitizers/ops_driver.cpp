@@ -117,9 +117,10 @@ struct Rules {
 // `query_lens` empty: decode.
 void attention(DType dtype, std::vector<int32_t> lengths, std::vector<int32_t> query_lens, int num_kv_heads,
                int group, int head_dim, int block_size, bool serial = false, bool split = false,
-               const Rules* rules = nullptr) {
+               const Rules* rules = nullptr, bool latent = false) {
   Random random;
   Cache cache(dtype, lengths, num_kv_heads, head_dim, block_size, random);
+  if (latent) cache.kv.value = cache.kv.key;
   std::vector<int32_t> cu_seqlens{0};
   for (int n : query_lens) cu_seqlens.push_back(cu_seqlens.back() + n);
   const int num_tokens = query_lens.empty() ? int(lengths.size()) : cu_seqlens.back();
@@ -376,6 +377,16 @@ const std::map<std::string, std::function<void()>> kOps{
        attention(DType::f16, lengths, {}, 1, 1, 64, 16);
      }},
     {"decode_bf16_wide", [] { attention(DType::bf16, {1100, 33}, {}, 1, 12, 128, 16); }},
+    // Warps that split the dims, of caches apart and of one.
+    {"decode_f16_dims", [] { attention(DType::f16, {0, 17, 600}, {}, 1, 3, 320, 16); }},
+    {"decode_f16_latent",
+     [] { attention(DType::f16, {0, 17, 600}, {}, 1, 12, 576, 16, false, false, nullptr, true); }},
+    {"prefill_f16_latent_window",
+     [] {
+       const Rules rules{.window = 300};
+       attention(DType::f16, {1036, 40}, {9, 30}, 1, 2, 264, 7, true, false, &rules, true);
+     }},
+    {"decode_f32_dims", [] { attention(DType::f32, {0, 17, 600}, {}, 1, 2, 264, 16); }},
     {"decode_f32", [] { attention(DType::f32, {0, 17, 600}, {}, 2, 3, 64, 3); }},
     // Rows whose length is no multiple of 16 bytes times the strides: copied by element.
     {"decode_f16_odd", [] { attention(DType::f16, {70, 530}, {}, 3, 2, 40, 5); }},

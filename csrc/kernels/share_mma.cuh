@@ -1,0 +1,249 @@
+// The arithmetic of attention on a warp's share of the dims of a tile of 16 tokens, by matrix instructions,
+// for f16 and bf16: as attention_mma.cuh, whose heads are not wider than one warp's registers.
+//
+// Of every 64 dims, of K and of V, warp w of four has the w-th 16. Its scores are parts of sums: all warps
+// show theirs to each other in shared memory and add them in the same order, so that each finds the same
+// probabilities for its own dims of O.
+#pragma once
+#include "kernels/column_map.cuh"
+#include "kernels/mma_state.cuh"
+#include "kernels/sight.cuh"
+#include "kernels/tile_loader.cuh"
+
+namespace paged_ops::kernels {
+
+constexpr int kShares = 4, kShareDims = 64;
+
+// T: f16 or bf16. kColumnTiles: tiles of 8 columns, 1 or 2, that share one pass over K and V.
+template <class T, int kDim, int kColumnTiles>
+class MmaShare {
+ public:
+  using Element = T;
+  static constexpr int kHeadDim = kDim, kColumns = 8 * kColumnTiles;
+  static constexpr int kSlots = 4;  // of a ring that leaves a CTA within 99 KB
+  using Slot = SwizzledSlot<kDim* int(sizeof(T))>;
+  static constexpr int kPartNbytes = kColumnTiles * kWarpSize * int(sizeof(float4));  // of a warp
+  static constexpr int kQueryNbytes = kColumns * kDim * int(sizeof(T));
+  static constexpr int kScratchNbytes = kQueryNbytes + kShares * kPartNbytes;
+
+  // What a warp knows of its columns: of its own dims, the sums of values.
+  class State : public MmaState<kDim / kShares, kColumnTiles> {
+   public:
+    // Calls f(column) for each column of the lane and, where that gives a row, writes the dims below
+    // `head_dim` to it. share: of the dims.
+    template <class F>
+    __device__ __forceinline__ void write(int share, int lane, int head_dim, F row_of) const {
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) {
+          float* const row = row_of(n * 8 + (lane & 3) * 2 + j);
+          if (row == nullptr) continue;
+#pragma unroll
+          for (int d = 0; d < kSteps; d++)
+#pragma unroll
+            for (int e = j; e < 4; e += 2) {
+              const int dim = d * kShareDims + share * 16 + (e >> 1) * 8 + (lane >> 2);
+              if (dim < head_dim) row[dim] = this->out[n][d][e];
+            }
+        }
+    }
+    // Calls f(column, (m, l)) once for each column of the warp.
+    template <class F>
+    __device__ __forceinline__ void for_each_weight(int lane, F f) const {
+      if (lane >> 2 != 0) return;
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+        for (int j = 0; j < 2; j++) f(n * 8 + (lane & 3) * 2 + j, make_float2(this->m[n][j], this->l[n][j]));
+    }
+  };
+
+  __device__ __forceinline__ MmaShare(int warp, int lane, unsigned char* scratch)
+      : g_(lane >> 2),
+        t_(lane & 3),
+        key_at_(Slot::at(lane & 15, 2 * warp + (lane >> 4))),
+        value_at_(Slot::at((lane & 7) + (lane >> 4) * 8, 2 * warp + (lane >> 3 & 1))),
+        query_at_(ptx::smem_addr(scratch) +
+                  (kColumnTiles == 1 ? Slot::at(lane & 7, 2 * warp + (lane >> 3 & 1)) : key_at_)),
+        parts_(reinterpret_cast<float4*>(scratch + kQueryNbytes) + lane),
+        warp_(warp) {}
+
+  // Q to shared memory, for the whole CTA, laid out like rows of K. Columns and dims that are absent are
+  // zeros.
+  static __device__ __forceinline__ void load_query(const AttentionArgs& a, const ColumnTile& tile,
+                                                    int kv_head, unsigned char* scratch) {
+    for (int column = 0; column < kColumns; column++) {
+      const Row row = row_of(a, tile, kv_head, min(column, tile.num_columns - 1));
+      const T* q =
+          reinterpret_cast<const T*>(static_cast<const char*>(a.op.query) +
+                                     row.token * a.op.query_stride_token + row.head * a.op.query_stride_head);
+      for (int dim = threadIdx.x; dim < kDim; dim += kShares * kWarpSize)
+        *reinterpret_cast<T*>(scratch + Slot::at(column, dim / 8) + dim % 8 * sizeof(T)) =
+            column < tile.num_columns && dim < a.op.kv.key_head_dim ? q[dim] : T{};
+    }
+  }
+
+  __device__ __forceinline__ void reset() { state_.reset(); }
+
+  // The warp's part of S = K Q^T, shown to the others. A barrier between this and add_scores().
+  __device__ __forceinline__ void score(SharedSlot keys) {
+    float part[kColumnTiles][2][4] = {};  // two chains, to halve the latency of the matrix instruction
+#pragma unroll
+    for (int k = 0; k < kSteps; k++) {
+      uint32_t rows[4];
+      ptx::ldmatrix_x4(rows, keys.at + key_at_ + k * kStepNbytes);
+      if constexpr (kColumnTiles == 1) {
+        uint32_t q[2];
+        ptx::ldmatrix_x2(q, query_at_ + k * kStepNbytes);
+        ptx::mma_m16n8k16<T>(part[0][k & 1], rows, q);
+      } else {
+        uint32_t q[4];  // columns (0-7 | 8-15) x dims (0-7 | 8-15)
+        ptx::ldmatrix_x4(q, query_at_ + k * kStepNbytes);
+        const uint32_t operands[2][2] = {{q[0], q[2]}, {q[1], q[3]}};
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; n++) ptx::mma_m16n8k16<T>(part[n][k & 1], rows, operands[n]);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++)
+      parts_[(warp_ * kColumnTiles + n) * kWarpSize] =
+          make_float4(part[n][0][0] + part[n][1][0], part[n][0][1] + part[n][1][1],
+                      part[n][0][2] + part[n][1][2], part[n][0][3] + part[n][1][3]);
+  }
+  __device__ __forceinline__ void add_scores() {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++) {
+      float4 sum = parts_[n * kWarpSize];
+#pragma unroll
+      for (int w = 1; w < kShares; w++) {
+        const float4 part = parts_[(w * kColumnTiles + n) * kWarpSize];
+        sum = make_float4(sum.x + part.x, sum.y + part.y, sum.z + part.z, sum.w + part.w);
+      }
+      score_[n][0] = sum.x, score_[n][1] = sum.y, score_[n][2] = sum.z, score_[n][3] = sum.w;
+    }
+  }
+
+  // Scores to probabilities relative to the running maximum; O and l are brought to a new one.
+  // kEdge: there may be rows of the tile that some columns do not see.
+  template <bool kEdge, class Sight>
+  __device__ __forceinline__ void update_softmax(const Sight& sight, int first_token) {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++) {
+      // Tokens g (first two) and g + 8, columns 2t and 2t + 1.
+      const auto cell = [&](int e) { return Cell{g_ + (e >> 1) * 8, n * 8 + t_ * 2 + (e & 1)}; };
+      float (&x)[4] = score_[n];
+      sight.logits(x, first_token, cell);
+      if constexpr (kEdge) {
+        const int2 seen = sight.two_seen(n * 8 + t_ * 2, first_token);
+#pragma unroll
+        for (int e = 0; e < 4; e++)
+          if (!sight.sees(e & 1 ? seen.y : seen.x, cell(e).row)) x[e] = -INFINITY;
+      }
+      float maximum[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])}, rescale[2];
+#pragma unroll
+      for (int o = 4; o < kWarpSize; o <<= 1) {
+        maximum[0] = fmaxf(maximum[0], __shfl_xor_sync(kAllLanes, maximum[0], o));
+        maximum[1] = fmaxf(maximum[1], __shfl_xor_sync(kAllLanes, maximum[1], o));
+      }
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        const float new_maximum = fmaxf(state_.m[n][j], maximum[j]);
+        const float base = exponent_base(new_maximum);
+        rescale[j] = ptx::ex2(state_.m[n][j] - base);
+        state_.m[n][j] = new_maximum;
+        x[j] = ptx::ex2(x[j] - base);
+        x[j + 2] = ptx::ex2(x[j + 2] - base);
+        state_.l[n][j] = fmaf(state_.l[n][j], rescale[j], x[j] + x[j + 2]);
+      }
+      probability_[n][0] = ptx::movmatrix_trans(ptx::pack2<T>(x[0], x[1]));
+      probability_[n][1] = ptx::movmatrix_trans(ptx::pack2<T>(x[2], x[3]));
+      // Once the maximum has settled nothing is rescaled (times 1 is exact: the same bits either way).
+      if (__any_sync(kAllLanes, rescale[0] != 1.f || rescale[1] != 1.f)) {
+#pragma unroll
+        for (int d = 0; d < kSteps; d++)
+#pragma unroll
+          for (int e = 0; e < 4; e++) state_.out[n][d][e] *= rescale[e & 1];
+      }
+    }
+  }
+
+  // O^T += V^T P^T.
+  __device__ __forceinline__ void accumulate(SharedSlot values) {
+#pragma unroll
+    for (int d = 0; d < kSteps; d++) {
+      uint32_t dims[4];
+      ptx::ldmatrix_x4_trans(dims, values.at + value_at_ + d * kStepNbytes);
+#pragma unroll
+      for (int n = 0; n < kColumnTiles; n++) ptx::mma_m16n8k16<T>(state_.out[n][d], dims, probability_[n]);
+    }
+  }
+
+  // The same for a tile with tokens that some columns see and others do not: see attention_mma.cuh.
+  template <class Sight>
+  __device__ __forceinline__ void accumulate_edge(SharedSlot values, const Sight& sight, int first_token) {
+    if (all_finite(values)) return accumulate(values);
+#pragma unroll 1  // seldom run: registers count, time does not
+    for (int first = 0, end = 0; first < kColumns; first = end) {
+      const int seen = sight.seen(first, first_token);
+      while (end < kColumns && sight.seen(end, first_token) == seen) end++;
+      const auto keep = [&](int row) {
+        return (sight.sees(seen, row) ? 0x0000ffffu : 0u) | (sight.sees(seen, row + 1) ? 0xffff0000u : 0u);
+      };
+      const uint32_t keep_low = keep(2 * t_), keep_high = keep(8 + 2 * t_);
+#pragma unroll
+      for (int d = 0; d < kSteps; d++) {
+        uint32_t dims[4];
+        ptx::ldmatrix_x4_trans(dims, values.at + value_at_ + d * kStepNbytes);
+        dims[0] &= keep_low;
+        dims[1] &= keep_low;
+        dims[2] &= keep_high;
+        dims[3] &= keep_high;
+#pragma unroll
+        for (int n = 0; n < kColumnTiles; n++) {
+          float sum[4] = {state_.out[n][d][0], state_.out[n][d][1], state_.out[n][d][2], state_.out[n][d][3]};
+          ptx::mma_m16n8k16<T>(sum, dims, probability_[n]);
+#pragma unroll
+          for (int e = 0; e < 4; e++)
+            if (unsigned(n * 8 + t_ * 2 + (e & 1) - first) < unsigned(end - first))
+              state_.out[n][d][e] = sum[e];
+        }
+      }
+    }
+  }
+
+  // What the keys since reset() gave.
+  __device__ __forceinline__ const State& state() {
+    state_.sum_lanes();
+    return state_;
+  }
+
+ private:
+  static constexpr int kSteps = kDim / kShareDims;  // of 16 dims
+  static constexpr int kStepNbytes = kShareDims * int(sizeof(T));
+  static_assert(kDim % kShareDims == 0 && kStepNbytes % 128 == 0 && kColumnTiles <= 2);
+
+  // Of the warp's own dims.
+  __device__ __forceinline__ bool all_finite(SharedSlot values) const {
+    constexpr uint32_t kExponent = dtype_of<T>::value == DType::f16 ? 0x7c00u : 0x7f80u;
+    bool finite = true;
+#pragma unroll 1
+    for (int d = 0; d < kSteps; d++) {
+      const uint4 piece = ptx::load16(values.bytes + key_at_ + d * kStepNbytes);
+      for (const uint32_t pair : {piece.x, piece.y, piece.z, piece.w})
+        finite &= (pair & kExponent) != kExponent && (pair >> 16 & kExponent) != kExponent;
+    }
+    return __all_sync(kAllLanes, finite);
+  }
+
+  int g_, t_;  // row (or column) and pair that this lane has of a matrix
+  unsigned key_at_, value_at_;
+  ptx::smem_t query_at_;
+  float4* parts_;  // [kShares, kColumnTiles, kWarpSize], the lane's own
+  int warp_;
+  State state_;
+  float score_[kColumnTiles][4];
+  uint32_t probability_[kColumnTiles][2];
+};
+
+}  // namespace paged_ops::kernels
