@@ -74,6 +74,12 @@ def _nothing(*_: Any) -> None:
     return None
 
 
+def _head_dim(cache: Any) -> Any:
+    """Of a cache that may be of int4, two in each element of uint8, and whose head dims may lie in packs."""
+    elements = cache.shape[3] if cache.ndim == 4 else cache.shape[3] * cache.shape[4]
+    return elements * (2 if cache.dtype == torch.uint8 else 1)
+
+
 def _fake_gather(
     key_cache: Any, value_cache: Any, block_tables: Any, seq_lens: Any, num_tokens: Any, check: bool | None
 ) -> tuple[Any, Any, Any]:
@@ -83,8 +89,9 @@ def _fake_gather(
             num_tokens = torch.library.get_ctx().new_dynamic_size()
         else:
             num_tokens = num_seqs * max_blocks_per_seq * key_cache.shape[1]
-    key = key_cache.new_empty((num_tokens, key_cache.shape[2], key_cache.shape[3]))
-    value = value_cache.new_empty((num_tokens, value_cache.shape[2], value_cache.shape[3]))
+    key, value = (
+        cache.new_empty((num_tokens, cache.shape[2], _head_dim(cache))) for cache in (key_cache, value_cache)
+    )
     return key, value, seq_lens.new_empty((num_seqs + 1,))
 
 
@@ -229,11 +236,6 @@ def _scale_tensors(like: Any, k_scale: Any, v_scale: Any) -> list[Any]:
         return torch.full((1,), _real(name, scale), dtype=torch.float32, device=like.device)
 
     return [tensor("k_scale", k_scale), tensor("v_scale", v_scale)]
-
-
-def _head_dim(cache: Any) -> Any:
-    """Numbers in a cache's rows: two of int4 in each element of uint8."""
-    return cache.shape[3] * (2 if cache.dtype == torch.uint8 else 1)
 
 
 class _TracedOps:

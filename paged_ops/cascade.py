@@ -199,7 +199,7 @@ def _shared_blocks(shared_len: int, key_cache: Any) -> int:
     if shared_len < 0:
         raise ValueError(f"shared_len: is {shared_len}, wanted at least 0")
     shape: Any = getattr(key_cache, "shape", ())
-    if shared_len == 0 or len(shape) != 4 or shape[1] < 1:
+    if shared_len == 0 or len(shape) not in (4, 5) or shape[1] < 1:
         return 0
     if shared_len % shape[1]:
         raise ValueError(f"shared_len: is {shared_len}, wanted a multiple of the block size, {shape[1]}")

@@ -6,8 +6,10 @@ Common shapes::
     query         [num_tokens, num_q_heads, head_dim]                float32, float16, bfloat16
     key_cache     [num_blocks, block_size, num_kv_heads, head_dim]   as query, or float8_e4m3fn, float8_e5m2,
                                                                      int8, or two int4 in each element of
-                                                                     uint8 [..., head_dim / 2]; any strides,
-                                                                     the last dimension contiguous
+                                                                     uint8 [..., head_dim / 2]; any strides
+                                                                     (not on CUDA yet: the last dimension
+                                                                     contiguous), or head dims in packs of x,
+                                                                     [..., head_dim / x, x]
     value_cache   the same; its head_dim may differ
     block_tables  [num_seqs, max_blocks_per_seq]                     int32
     seq_lens      [num_seqs]                                         int32
@@ -84,8 +86,9 @@ def paged_attention_decode(
         query: ``[num_seqs, num_q_heads, head_dim]``; ``num_q_heads`` is a multiple of the caches'
             ``num_kv_heads``.
         key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` of the query's dtype or
-            quantised (not on CUDA yet), any strides with the last dimension contiguous; head_dim a multiple
-            of 8 up to 576, value_cache's may differ from key_cache's.
+            quantised (not on CUDA yet), any strides, or ``[num_blocks, block_size, num_kv_heads, head_dim /
+            x, x]`` with the last dimension contiguous, as vLLM has its keys; head_dim a multiple of 8 up to
+            576, value_cache's may differ from key_cache's.
         block_tables: int32 ``[num_seqs, max_blocks_per_seq]``; entries past a sequence's length are not read.
         seq_lens: int32 ``[num_seqs]``. A sequence of length 0 gives output 0 and LSE ``-inf``.
         scale: multiplies the logits; default ``head_dim ** -0.5``.
@@ -244,7 +247,7 @@ def write_kv_cache(
         key: ``[num_tokens, num_kv_heads, head_dim]``, dtype of the caches (with quantised ones: float32,
             float16 or bfloat16), last dimension contiguous.
         value: ``[num_tokens, num_kv_heads, value_head_dim]``.
-        key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, written in place.
+        key_cache, value_cache: as in :func:`paged_attention_decode`, written in place.
         slot_mapping: int64, at most ``num_tokens`` slots: it says how many rows are written, so ``key`` and
             ``value`` may be padded. A negative slot skips its row. No slot may come twice (the result would
             be either row).

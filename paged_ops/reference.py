@@ -9,7 +9,8 @@ implementation.
 Words used throughout
 
 - A *paged cache* is `[num_blocks, block_size, num_kv_heads, head_dim]` with any strides; keys and values have
-  one each, and their head dims may differ (`Dk`, `Dv`).
+  one each, and their head dims may differ (`Dk`, `Dv`). Where head dims lie in packs of x it may also be
+  `[num_blocks, block_size, num_kv_heads, head_dim / x, x]` (`plain`).
 - Token `t` of sequence `s` lies in block `block_tables[s, t // block_size]` at offset `t % block_size`. Its
   *slot* is `block * block_size + offset`. Entries of a block table past `ceil(seq_lens[s] / block_size)` mean
   nothing and are not read; what a block holds past the sequence's end has no influence.
@@ -173,7 +174,7 @@ def paged_attention(
     (q_len > seq_len) sees nothing. When not causal every query token sees all `seq_len` keys.
     """
     query, cu_seqlens_q = _float64(query), np.asarray(cu_seqlens_q)
-    key_cache, value_cache = dequantise(key_cache, k_scale), dequantise(value_cache, v_scale)
+    key_cache, value_cache = dequantise(plain(key_cache), k_scale), dequantise(plain(value_cache), v_scale)
     block_tables, seq_lens = np.asarray(block_tables), np.asarray(seq_lens)
     num_tokens, num_q_heads, key_head_dim = query.shape
     num_kv_heads, value_head_dim = value_cache.shape[2:]
@@ -307,11 +308,10 @@ def write_kv_cache(
             for cache, row, scale in ((key_cache, key[token], k_scale), (value_cache, value[token], v_scale)):
                 if scale is not None and np.ndim(scale) >= 3:
                     scale[place] = scale_of(row.reshape(*scale.shape[2:], -1), cache.dtype)
-                    cache[place] = quantise(row, scale[place], cache.dtype)
+                    row = quantise(row, scale[place], cache.dtype)
                 elif scale is not None:
-                    cache[place] = quantise(row, np.broadcast_to(scale, row.shape[:1]), cache.dtype)
-                else:
-                    cache[place] = row
+                    row = quantise(row, np.broadcast_to(scale, row.shape[:1]), cache.dtype)
+                cache[place] = row.reshape(cache.shape[2:])
 
 
 def copy_blocks(caches: NDArray[Any] | Sequence[NDArray[Any]], block_pairs: ArrayLike) -> None:
@@ -361,7 +361,7 @@ def gather_kv_cache(
     of sequence s is row `cu_seqlens[s] + t`. `num_tokens` fixes num_rows (>= the sum of seq_lens); rows past
     the last token are zero.
     """
-    key_cache, value_cache = np.asarray(key_cache), np.asarray(value_cache)
+    key_cache, value_cache = plain(key_cache), plain(value_cache)
     block_tables, seq_lens = np.asarray(block_tables), np.asarray(seq_lens)
     cu_seqlens = np.concatenate([[0], np.cumsum(seq_lens)]).astype(np.int32)
     num_rows = int(cu_seqlens[-1]) if num_tokens is None else num_tokens
@@ -552,6 +552,15 @@ def import_blocks(
 
 
 # --- shared ---------------------------------------------------------------------------------------------
+
+
+def plain(cache: ArrayLike) -> NDArray[Any]:
+    """The cache as `[num_blocks, block_size, num_kv_heads, head_dim]`; of `[..., head_dim / x, x]` a copy.
+
+    Dim d is element d % x of pack d // x.
+    """
+    cache = np.asarray(cache)
+    return cache if cache.ndim == 4 else cache.reshape(*cache.shape[:3], cache.shape[3] * cache.shape[4])
 
 
 def sequence_tokens(cache: NDArray[Any], table: NDArray[Any], seq_len: int) -> F64:

@@ -37,29 +37,47 @@ int32_t narrow(int64_t value, const char* what) {
 
 DType cache_dtype(const Array& cache) { return cache.is(DType::i4) ? DType::i4 : cache.dtype(); }
 
+namespace {
+
+void require_cache(const Array& cache) {
+  PAGED_OPS_REQUIRE(cache.ndim() == 4 || cache.ndim() == 5, cache.name(), ": shape is ", cache.shape_text(),
+                    ", wanted [num_blocks, block_size, num_kv_heads, head_dim] or [num_blocks, block_size, "
+                    "num_kv_heads, head_dim / x, x]");
+  if (cache.ndim() == 5) cache.require_last_contiguous();
+}
+
+int64_t head_dim_of(const Array& cache) {
+  const int64_t elements = cache.shape(3) * (cache.ndim() == 5 ? cache.shape(4) : 1);
+  return elements * numbers_per_element(cache_dtype(cache));
+}
+
+CacheView view_of(const Array& cache) {
+  CacheView view{cache.data(), cache.stride_nbytes(0), cache.stride_nbytes(1), cache.stride_nbytes(2)};
+  const int64_t pack = cache.ndim() == 5 ? cache.shape(4) : 1;
+  if (cache.stride(3) == pack || cache.shape(3) <= 1) return view;  // packs touch, or there is one
+  view.pack = int32_t(pack * numbers_per_element(cache_dtype(cache)));
+  view.stride_pack = cache.stride_nbytes(3);
+  return view;
+}
+
+}  // namespace
+
 PagedKV paged_kv(const Array& key_cache, const Array& value_cache) {
-  constexpr const char* wanted = "[num_blocks, block_size, num_kv_heads, head_dim]";
-  key_cache.require_ndim(4, wanted);
-  value_cache.require_ndim(4, wanted);
+  require_cache(key_cache);
+  require_cache(value_cache);
   value_cache.require_same_device(key_cache);
   const DType dtype = cache_dtype(key_cache);
   value_cache.require_dtype(dtype);  // plain and quantised ones do not mix
   value_cache.require_shape(0, key_cache.shape(0), "num_blocks, as in key_cache");
   value_cache.require_shape(1, key_cache.shape(1), "block_size, as in key_cache");
   value_cache.require_shape(2, key_cache.shape(2), "num_kv_heads, as in key_cache");
-  key_cache.require_last_contiguous();
-  value_cache.require_last_contiguous();
-  const auto view = [](const Array& cache) {
-    return CacheView{cache.data(), cache.stride_nbytes(0), cache.stride_nbytes(1), cache.stride_nbytes(2)};
-  };
-  const int numbers = numbers_per_element(dtype);
-  return PagedKV{.key = view(key_cache),
-                 .value = view(value_cache),
+  return PagedKV{.key = view_of(key_cache),
+                 .value = view_of(value_cache),
                  .num_blocks = key_cache.shape(0),
                  .block_size = narrow(key_cache.shape(1), "block_size of key_cache"),
                  .num_kv_heads = narrow(key_cache.shape(2), "num_kv_heads of key_cache"),
-                 .key_head_dim = narrow(key_cache.shape(3) * numbers, "head_dim of key_cache"),
-                 .value_head_dim = narrow(value_cache.shape(3) * numbers, "head_dim of value_cache"),
+                 .key_head_dim = narrow(head_dim_of(key_cache), "head_dim of key_cache"),
+                 .value_head_dim = narrow(head_dim_of(value_cache), "head_dim of value_cache"),
                  .dtype = dtype};
 }
 
@@ -91,7 +109,7 @@ ScaleView token_scales(const Array& array, const Array& cache, bool grouped) {
                  .stride_token = array.stride_nbytes(1),
                  .stride_head = array.stride_nbytes(2)};
   if (!grouped) return view;
-  const int64_t head_dim = cache.shape(3) * numbers_per_element(cache_dtype(cache));
+  const int64_t head_dim = head_dim_of(cache);
   const int64_t num_groups = array.shape(3);
   PAGED_OPS_REQUIRE(num_groups > 0 && head_dim % (num_groups * kScaleGroupMultiple) == 0, array.name(),
                     ": shape is ", array.shape_text(),

@@ -29,7 +29,8 @@ Context context_for(const Array& array, bool check);
 DType cache_dtype(const Array& cache);
 
 // The caches of one layer, checked against each other:
-// [num_blocks, block_size, num_kv_heads, head_dim], same dtype, device and first three extents.
+// [num_blocks, block_size, num_kv_heads, head_dim] with any strides, or [..., head_dim / x, x] with the last
+// dimension contiguous; same dtype, device and first three extents.
 PagedKV paged_kv(const Array& key_cache, const Array& value_cache);
 
 // The number that an object is, or a TypeError that says what was wanted.

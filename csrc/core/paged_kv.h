@@ -10,15 +10,27 @@ namespace paged_ops {
 constexpr int kHeadDimMultiple = 8;
 constexpr int kMaxHeadDim = 576;
 
-// One of K or V: [num_blocks, block_size, num_kv_heads, head_dim], last dimension contiguous.
-// NHD, HND, K and V interleaved, and block-major pools over all layers differ in strides only.
+// One of K or V: [num_blocks, block_size, num_kv_heads, head_dim]. NHD, HND, K and V interleaved, and
+// block-major pools over all layers differ in strides only. So do rows whose head dims do not lie together:
+// `pack` dims do, and packs are `stride_pack` bytes apart. A plain row is one pack of all.
 // Strides are in bytes and 64-bit: a pool may exceed 2^31 bytes and 2^31 elements.
 struct CacheView {
   void* data;
   int64_t stride_block;
   int64_t stride_token;
   int64_t stride_head;
+  int64_t stride_pack = 0;
+  int32_t pack = 1 << 30;  // divides the head dim, or is more
 };
+
+PAGED_OPS_HOST_DEVICE static constexpr bool is_plain(const CacheView& cache, int head_dim) {
+  return cache.pack >= head_dim;
+}
+
+// Bytes from a row's first dim to dim `dim`.
+PAGED_OPS_HOST_DEVICE static constexpr int64_t dim_offset(const CacheView& cache, int dim, int itemsize) {
+  return dim / cache.pack * cache.stride_pack + dim % cache.pack * itemsize;
+}
 
 constexpr int kScaleGroupMultiple = 8;
 
@@ -46,6 +58,10 @@ struct PagedKV {
   DType dtype;
   ScaleView key_scale{}, value_scale{};  // [num_blocks, block_size, num_kv_heads, head_dim / group]
 };
+
+PAGED_OPS_HOST_DEVICE static constexpr bool is_plain(const PagedKV& kv) {
+  return is_plain(kv.key, kv.key_head_dim) && is_plain(kv.value, kv.value_head_dim);
+}
 
 // Where a sequence's tokens lie: row s of `block_tables` lists the blocks of sequence s in order.
 // Entries past ceil(seq_lens[s] / block_size) are never read.

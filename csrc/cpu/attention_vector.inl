@@ -65,7 +65,9 @@ class VectorProducts {
         key_dim_(padded(p.kv.key_head_dim)),
         value_dim_(padded(p.kv.value_head_dim)),
         quantised_(p.kv.dtype != p.dtype),
-        unpacks_(quantised_ || rows.count >= kUnpackRows) {
+        unpacks_(quantised_ || rows.count >= kUnpackRows),
+        keys_(p.kv.key, p.kv.key_head_dim, p.kv.dtype, carver),
+        values_(p.kv.value, p.kv.value_head_dim, p.kv.dtype, carver) {
     const int64_t unpacked_tokens = unpacks_ ? kTileTokens : 0;
     query_ = carver.take<float>(int64_t(task.head_end - task.head_begin) * rows.count * key_dim_);
     scores_ = carver.take<float>(int64_t(rows.count) * kTileTokens);
@@ -126,18 +128,17 @@ class VectorProducts {
   void unpack_tile(const PageWalk& walk, int64_t kv_head, const TileRows& tile, int num_tokens,
                    int position) {
     if (!quantised_) {
-      const Tile<T> key(tile.key, kv_head * p_.kv.key.stride_head, p_.kv.key_head_dim);
-      const Tile<T> value(tile.value, kv_head * p_.kv.value.stride_head, p_.kv.value_head_dim);
-      unpack(key, num_tokens, key_tile_, prefetcher_);
-      unpack(value, num_tokens, value_tile_, prefetcher_);
+      unpack(keys_.tile<T>(tile.key, kv_head, num_tokens), num_tokens, key_tile_, prefetcher_);
+      unpack(values_.tile<T>(tile.value, kv_head, num_tokens), num_tokens, value_tile_, prefetcher_);
       return;
     }
     with_quantised(p_.kv.dtype, [&](auto number) {
       using Q = decltype(number);
-      const Tile<Q> key(tile.key, kv_head * p_.kv.key.stride_head, p_.kv.key_head_dim);
-      const Tile<Q> value(tile.value, kv_head * p_.kv.value.stride_head, p_.kv.value_head_dim);
-      unpack_quantised<T>(walk, p_.kv.key_scale, kv_head, position, key, num_tokens, key_tile_, prefetcher_);
-      unpack_quantised<T>(walk, p_.kv.value_scale, kv_head, position, value, num_tokens, value_tile_,
+      unpack_quantised<T>(walk, p_.kv.key_scale, kv_head, position,
+                          keys_.template tile<Q>(tile.key, kv_head, num_tokens), num_tokens, key_tile_,
+                          prefetcher_);
+      unpack_quantised<T>(walk, p_.kv.value_scale, kv_head, position,
+                          values_.template tile<Q>(tile.value, kv_head, num_tokens), num_tokens, value_tile_,
                           prefetcher_);
     });
   }
@@ -151,9 +152,9 @@ class VectorProducts {
       take_tile(head, Tile<float>(key_rows_, 0, key_dim_), Tile<float>(value_rows_, 0, value_dim_),
                 num_tokens, position, query, states, nullptr);
     } else {
-      const Tile<T> key(tile.key, kv_head * p_.kv.key.stride_head, p_.kv.key_head_dim);
-      const Tile<T> value(tile.value, kv_head * p_.kv.value.stride_head, p_.kv.value_head_dim);
-      take_tile(head, key, value, num_tokens, position, query, states, &prefetcher_);
+      take_tile(head, keys_.tile<T>(tile.key, kv_head, num_tokens),
+                values_.tile<T>(tile.value, kv_head, num_tokens), num_tokens, position, query, states,
+                &prefetcher_);
     }
   }
 
@@ -221,6 +222,7 @@ class VectorProducts {
   const LogitRule rule_;
   const int key_dim_, value_dim_;
   const bool quantised_, unpacks_;
+  const TileSource keys_, values_;
   Prefetcher prefetcher_;    // of the tile after the one at hand
   float* query_;             // [heads, rows, key_dim] in pair order
   float* scores_;            // [rows, kTileTokens]

@@ -10,24 +10,26 @@ namespace paged_ops::cpu {
 
 namespace {
 
+#include "cpu/packs.inl"
+
 // A token's rows for all heads, from `stride_head` bytes apart to those of the cache.
 struct TokenCopy {
   const char* source;
   int64_t source_stride_token, source_stride_head;
   CacheView cache;
   int32_t num_heads;
-  int64_t row_nbytes;
+  Packs row;
 
   TokenCopy(const void* source, int64_t stride_token, int64_t stride_head, const CacheView& cache,
-            int32_t num_heads, int64_t row_nbytes)
+            int32_t num_heads, Packs row)
       : source(static_cast<const char*>(source)),
         source_stride_token(stride_token),
         source_stride_head(stride_head),
         cache(cache),
         num_heads(num_heads),
-        row_nbytes(row_nbytes) {
-    if (stride_head == row_nbytes && cache.stride_head == row_nbytes) {  // one run on both sides
-      this->row_nbytes *= num_heads;
+        row(row) {
+    if (row.plain() && stride_head == row.nbytes && cache.stride_head == row.nbytes) {
+      this->row.nbytes *= num_heads;  // one run on both sides
       this->num_heads = 1;
     }
   }
@@ -39,14 +41,16 @@ struct TokenCopy {
   void prefetch(int64_t block, int64_t in_block) const {
     const char* to = destination(block, in_block);
     for (int32_t head = 0; head < num_heads; head++)
-      for (int64_t i = 0; i < row_nbytes; i += 64) __builtin_prefetch(to + head * cache.stride_head + i, 1);
+      for (int64_t pack = 0; pack < row.count; pack++)
+        for (int64_t i = 0; i < row.nbytes; i += 64)
+          __builtin_prefetch(to + head * cache.stride_head + pack * row.stride + i, 1);
   }
 
   void operator()(int64_t token, int64_t block, int64_t in_block) const {
     const char* from = source + token * source_stride_token;
     char* to = destination(block, in_block);
     for (int32_t head = 0; head < num_heads; head++)
-      std::memcpy(to + head * cache.stride_head, from + head * source_stride_head, size_t(row_nbytes));
+      row.scatter(to + head * cache.stride_head, from + head * source_stride_head);
   }
 };
 
@@ -112,12 +116,10 @@ void cache_write(const CacheWriteParams& p, const Context&) {
                       quantise(p.value, p.value_stride_token, p.value_stride_head,
                                {p.kv.value, p.kv.value_scale, p.kv.dtype, p.kv.value_head_dim}));
   }
-  const int64_t key_nbytes = row_nbytes(p.kv.dtype, p.kv.key_head_dim);
-  const int64_t value_nbytes = row_nbytes(p.kv.dtype, p.kv.value_head_dim);
-  const TokenCopy key(p.key, p.key_stride_token, p.key_stride_head, p.kv.key, p.kv.num_kv_heads, key_nbytes);
+  const TokenCopy key(p.key, p.key_stride_token, p.key_stride_head, p.kv.key, p.kv.num_kv_heads,
+                      Packs(p.kv.key, p.kv.key_head_dim, p.kv.dtype));
   const TokenCopy value(p.value, p.value_stride_token, p.value_stride_head, p.kv.value, p.kv.num_kv_heads,
-                        value_nbytes);
-
+                        Packs(p.kv.value, p.kv.value_head_dim, p.kv.dtype));
   write_rows(p, key, value);
 }
 

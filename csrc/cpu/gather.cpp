@@ -12,6 +12,8 @@ namespace paged_ops::cpu {
 
 namespace {
 
+#include "cpu/packs.inl"
+
 // One of the two outputs and the cache that it comes from.
 struct RowCopy {
   const CacheView& cache;
@@ -19,8 +21,11 @@ struct RowCopy {
   int64_t out_stride_token, out_stride_head;
   int32_t num_heads;
   int64_t row_nbytes;
+  Packs packs;  // in the cache
 
-  bool dense() const { return out_stride_head == row_nbytes && cache.stride_head == row_nbytes; }
+  bool dense() const {
+    return packs.plain() && out_stride_head == row_nbytes && cache.stride_head == row_nbytes;
+  }
 
   void copy(int64_t row, int64_t block, int64_t in_block) const {
     const char* from =
@@ -31,7 +36,7 @@ struct RowCopy {
       return;
     }
     for (int32_t head = 0; head < num_heads; head++)
-      std::memcpy(to + head * out_stride_head, from + head * cache.stride_head, size_t(row_nbytes));
+      packs.gather(to + head * out_stride_head, from + head * cache.stride_head);
   }
 
   void clear(int64_t row) const {
@@ -54,11 +59,11 @@ void gather(const GatherParams& p, const Context&) {
   for (int32_t seq = 0; seq < p.tables.num_seqs; seq++)
     p.cu_seqlens[seq + 1] = p.cu_seqlens[seq] + p.tables.seq_lens[seq];
 
-  const int64_t item = itemsize(p.kv.dtype);
-  const RowCopy rows[2] = {{p.kv.key, static_cast<char*>(p.key), p.key_stride_token, p.key_stride_head,
-                            p.kv.num_kv_heads, p.kv.key_head_dim * item},
-                           {p.kv.value, static_cast<char*>(p.value), p.value_stride_token,
-                            p.value_stride_head, p.kv.num_kv_heads, p.kv.value_head_dim * item}};
+  const RowCopy rows[2] = {
+      {p.kv.key, static_cast<char*>(p.key), p.key_stride_token, p.key_stride_head, p.kv.num_kv_heads,
+       row_nbytes(p.kv.dtype, p.kv.key_head_dim), Packs(p.kv.key, p.kv.key_head_dim, p.kv.dtype)},
+      {p.kv.value, static_cast<char*>(p.value), p.value_stride_token, p.value_stride_head, p.kv.num_kv_heads,
+       row_nbytes(p.kv.dtype, p.kv.value_head_dim), Packs(p.kv.value, p.kv.value_head_dim, p.kv.dtype)}};
 
   // Tasks are runs of output rows, whichever sequences they belong to.
   constexpr int64_t kRowsPerTask = 128;

@@ -36,18 +36,19 @@ bool fits_a_block(const AttentionParams& p, const AttentionTask& task) {
   return num_rows_of(p, task) <= kBlockRows;
 }
 
-// What tiles do not take goes the way of AVX-512.
+// What tiles do not take, rows in packs among it, goes the way of AVX-512.
+bool takes(const PagedKV& kv) { return has_element(kv.dtype) && is_plain(kv); }
 void (*attend_other)(const AttentionParams&, const AttentionTask&, void*);
 size_t (*attend_other_scratch_nbytes)(const AttentionParams&, const AttentionTask&);
 
 void attend_bf16(const AttentionParams& p, const AttentionTask& task, void* scratch) {
-  if (!has_element(p.kv.dtype)) return attend_other(p, task, scratch);
+  if (!takes(p.kv)) return attend_other(p, task, scratch);
   return fits_a_block(p, task) ? attend<SweepProducts>(p, task, scratch)
                                : attend<BlockProducts>(p, task, scratch);
 }
 
 size_t attend_bf16_scratch_nbytes(const AttentionParams& p, const AttentionTask& task) {
-  if (!has_element(p.kv.dtype)) return attend_other_scratch_nbytes(p, task);
+  if (!takes(p.kv)) return attend_other_scratch_nbytes(p, task);
   return fits_a_block(p, task) ? attend_scratch_nbytes<SweepProducts>(p, task)
                                : attend_scratch_nbytes<BlockProducts>(p, task);
 }

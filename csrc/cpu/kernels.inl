@@ -2,6 +2,7 @@
 // Included inside the namespace of one instruction set, after its vector vocabulary.
 
 // clang-format off: each needs those before it
+#include "cpu/packs.inl"
 #include "cpu/page_walk.inl"
 #include "cpu/products.inl"
 #include "cpu/scales.inl"
@@ -10,6 +11,7 @@
 #include "cpu/softmax.inl"
 #include "cpu/rows.inl"
 #include "cpu/attention_walk.inl"
+#include "cpu/staged.inl"
 #include "cpu/attention_vector.inl"
 #include "cpu/merge_kernel.inl"
 #include "cpu/rope_kernel.inl"

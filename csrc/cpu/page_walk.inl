@@ -177,7 +177,19 @@ struct PageWalk {
  private:
   template <class Cache>
   void add(const char* row, const Cache& cache, int run, int dim, Prefetcher& out) const {
-    out.add(row + head_begin * cache.stride_head, run, cache.stride_token, head_end - head_begin,
-            cache.stride_head, row_nbytes(kv.dtype, dim));
+    const char* first = row + head_begin * cache.stride_head;
+    if (is_plain(cache, dim))
+      return out.add(first, run, cache.stride_token, head_end - head_begin, cache.stride_head,
+                     row_nbytes(kv.dtype, dim));
+    // Whichever of tokens and packs are closer together make a row. Lines that are far apart are not listed:
+    // in such a cache nothing is found in order anyway.
+    const int64_t pack_nbytes = row_nbytes(kv.dtype, cache.pack), num_packs = dim / cache.pack;
+    const bool tokens_inside = cache.stride_token <= cache.stride_pack;
+    const int64_t inner = tokens_inside ? run : num_packs, outer = tokens_inside ? num_packs : run;
+    const int64_t stride_inner = tokens_inside ? cache.stride_token : cache.stride_pack;
+    const int64_t stride_outer = tokens_inside ? cache.stride_pack : cache.stride_token;
+    if (stride_inner >= pack_nbytes + 64) return;
+    out.add(first, head_end - head_begin, cache.stride_head, outer, stride_outer,
+            (inner - 1) * stride_inner + pack_nbytes);
   }
 };

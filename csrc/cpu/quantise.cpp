@@ -1,11 +1,15 @@
 // Quantisation of rows, by loops that the compiler makes vectors of, once per instruction set.
 #include "cpu/quantise.h"
 
+#include <cstring>
+
 #include "core/dispatch.h"
 
 namespace paged_ops::cpu {
 
 namespace {
+
+#include "cpu/packs.inl"
 
 #if defined(__x86_64__) && !defined(PAGED_OPS_SCALAR_ONLY) && !defined(__clang__)
 #define PAGED_OPS_CLONES \
@@ -63,16 +67,17 @@ float scale_of(const T* row, int dim, DType to) {
   return scale > 0.0f ? scale : 1.0f;  // of the smallest numbers there is no quotient any more
 }
 
+// A row of a cache or of scales.
+template <class View>
+char* row_of(const View& view, int64_t block, int64_t in_block, int64_t head) {
+  return reinterpret_cast<char*>(view.data) + block * view.stride_block + in_block * view.stride_token +
+         head * view.stride_head;
+}
+
 // Calls f(scale or null, first element, elements, numbers) for each group of a row that has a scale of its
-// own.
+// own. `scale` is the first one's, `numbers` are those of the row.
 template <class F>
-void for_each_group(const QuantisedRows& rows, int64_t block, int64_t in_block, int64_t head, F&& f) {
-  const auto offset = [&](const auto& view) {
-    return block * view.stride_block + in_block * view.stride_token + head * view.stride_head;
-  };
-  char* numbers = static_cast<char*>(rows.cache.data) + offset(rows.cache);
-  char* scale = reinterpret_cast<char*>(rows.scale.data);
-  if (scale) scale += offset(rows.scale);
+void for_each_group(const QuantisedRows& rows, char* scale, char* numbers, F&& f) {
   const int group = rows.scale.group ? rows.scale.group : rows.dim;
   for (int begin = 0; begin < rows.dim; begin += group) {
     f(reinterpret_cast<float*>(scale), begin, group, numbers);
@@ -84,16 +89,22 @@ void for_each_group(const QuantisedRows& rows, int64_t block, int64_t in_block, 
 }  // namespace
 
 void QuantisedRows::write(const void* row, DType from, int64_t block, int64_t in_block, int64_t head) const {
+  const Packs packs(cache, dim, dtype);
+  char gathered[kMaxHeadDim];  // the row on its way to packs
+  char* const place = row_of(cache, block, in_block, head);
+  char* const to = packs.plain() ? place : gathered;
+  char* const scales = scale.data ? row_of(scale, block, in_block, head) : nullptr;
   dispatch<float, f16, bf16>("key", from, [&](auto t) {
     const auto* elements = static_cast<const typename decltype(t)::type*>(row);
     dispatch<f8e4m3, f8e5m2, i8, i4x2>("key_cache", dtype, [&](auto q) {
       using Q = typename decltype(q)::type;
-      for_each_group(*this, block, in_block, head, [&](float* own, int begin, int size, char* numbers) {
+      for_each_group(*this, scales, to, [&](float* own, int begin, int size, char* numbers) {
         if (scale.per_token) *own = scale_of(elements + begin, size, dtype);
         run(elements + begin, size, own ? *own : scale.uniform, reinterpret_cast<Q*>(numbers));
       });
     });
   });
+  if (!packs.plain()) packs.scatter(place, gathered);
 }
 
 }  // namespace paged_ops::cpu

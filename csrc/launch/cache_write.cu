@@ -13,6 +13,7 @@ namespace paged_ops::launch {
 void cache_write(const CacheWriteParams& p, const Context& context) {
   PAGED_OPS_REQUIRE(!is_quantised(p.kv.dtype), "key_cache: is ", name(p.kv.dtype),
                     ", not on this backend yet");
+  PAGED_OPS_REQUIRE(is_plain(p.kv), "key_cache: its head dims lie in packs, not on this backend yet");
   if (p.num_tokens == 0) return;
   const DeviceGuard guard(context.device);
   const auto stream = static_cast<cudaStream_t>(context.stream);

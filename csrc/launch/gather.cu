@@ -11,6 +11,7 @@
 namespace paged_ops::launch {
 
 void gather(const GatherParams& p, const Context& context) {
+  PAGED_OPS_REQUIRE(is_plain(p.kv), "key_cache: its head dims lie in packs, not on this backend yet");
   const DeviceGuard guard(context.device);
   const auto stream = static_cast<cudaStream_t>(context.stream);
   PAGED_OPS_REQUIRE(p.num_rows <= INT32_MAX, "out: has ", p.num_rows, " rows, wanted at most ", INT32_MAX);

@@ -13,6 +13,7 @@ namespace paged_ops::launch {
 
 void rope_write(const RopeWriteParams& p, const Context& context) {
   if (p.num_tokens == 0) return;
+  PAGED_OPS_REQUIRE(is_plain(p.write.kv), "key_cache: its head dims lie in packs, not on this backend yet");
   const DeviceGuard guard(context.device);
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const CacheWriteParams& w = p.write;

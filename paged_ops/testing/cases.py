@@ -71,6 +71,35 @@ LAYOUTS: dict[str, Callable[..., tuple[Array, Array]]] = {
 }
 
 
+def _vllm(num_blocks: int, block_size: int, heads: int, dims: tuple[int, int], new: Any) -> Any:
+    """vLLM's own: keys in packs of 16 bytes, a head's token after token; values token beside token."""
+    x = math.gcd(dims[0], 16 // new((0,)).itemsize)
+    key = new((num_blocks, heads, dims[0] // x, block_size, x)).transpose(0, 3, 1, 2, 4)
+    return key, new((num_blocks, heads, dims[1], block_size)).transpose(0, 3, 1, 2)
+
+
+def _packs(num_blocks: int, block_size: int, heads: int, dims: tuple[int, int], new: Any) -> Any:
+    """Both in packs of up to 16, the heads' beside each other; of values each begins at an odd place."""
+    x, y = (math.gcd(dim, 16) for dim in dims)
+    key = new((num_blocks, block_size, dims[0] // x, heads, x)).transpose(0, 1, 3, 2, 4)
+    return key, new((num_blocks, block_size, heads, dims[1] // y, y + 1))[..., 1:]
+
+
+def _scattered(num_blocks: int, block_size: int, heads: int, dims: tuple[int, int], new: Any) -> Any:
+    """No two dims of a row side by side, nor of keys two tokens; gaps everywhere."""
+    key = new((num_blocks, dims[0], block_size + 1, heads + 2))[:, :, 1:, 1:-1].transpose(0, 2, 3, 1)
+    value = new((num_blocks, dims[1] + 1, heads, block_size + 3))[:, 1:, :, 2:-1]
+    return key, value.transpose(0, 3, 2, 1)
+
+
+# The same of caches whose rows are not contiguous.
+PACKED_LAYOUTS: dict[str, Callable[..., tuple[Array, Array]]] = {
+    "vLLM": _vllm,
+    "packs": _packs,
+    "scattered": _scattered,
+}
+
+
 # --- a case and its inputs ------------------------------------------------------------------------------
 
 
@@ -105,7 +134,7 @@ class Case:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        assert self.num_q_heads % self.num_kv_heads == 0 and self.layout in LAYOUTS
+        assert self.num_q_heads % self.num_kv_heads == 0 and self.layout in LAYOUTS | PACKED_LAYOUTS
         assert not self.latent or (self.dim_value <= self.head_dim and self.cache_dtype != "int4")
         assert self.q_lens is None or len(self.q_lens) == len(self.seq_lens)
         assert self.q_lens is not None or self.padding == 0
@@ -200,7 +229,7 @@ def build(case: Case) -> Inputs:
 
     used = [case.blocks_of(seq_len) for seq_len in case.seq_lens]
     num_blocks = sum(used) + 2
-    key_cache, value_cache = LAYOUTS[case.layout](
+    key_cache, value_cache = (LAYOUTS | PACKED_LAYOUTS)[case.layout](
         num_blocks,
         case.block_size,
         case.num_kv_heads,
@@ -229,8 +258,8 @@ def build(case: Case) -> Inputs:
             values = keys[..., : case.dim_value]
         blocks, offsets = _places(block_tables[seq], seq_len, case.block_size)
         if case.cache_dtype is None:
-            key_cache[blocks, offsets] = keys.astype(dtype)
-            value_cache[blocks, offsets] = values.astype(dtype)
+            for cache, rows in ((key_cache, keys), (value_cache, values)):
+                cache[blocks, offsets] = rows.astype(dtype).reshape(seq_len, *cache.shape[2:])
         else:
             slots = blocks.astype(np.int64) * case.block_size + offsets
             scales = {"k_scale": k_scale, "v_scale": v_scale}

@@ -147,7 +147,7 @@ def rope_bound(rows: Any, positions: Any, cos_sin_cache: Any, dtype: str, *, int
 
 def _attention_and_weight(inputs: Inputs) -> tuple[F64, F64, F64]:
     """The oracle's out and lse, and sum_j p_j |v_j|: |v| beside v, so that one pass over the keys does."""
-    values = reference_numbers.dequantise(inputs.value_cache, inputs.v_scale)
+    values = reference_numbers.dequantise(reference.plain(inputs.value_cache), inputs.v_scale)
     beside = np.concatenate([values, np.abs(values)], axis=3)
     both, lse = replace(inputs, value_cache=beside, v_scale=None).attention(reference)
     out, weight = np.split(both, 2, axis=2)
@@ -162,7 +162,7 @@ def _exponential_error(inputs: Inputs) -> F64:
     bounds = inputs.cu_seqlens_q
     if bounds is None:
         bounds = np.arange(len(inputs.seq_lens) + 1)
-    key_cache = reference_numbers.dequantise(inputs.key_cache, inputs.k_scale)
+    key_cache = reference_numbers.dequantise(reference.plain(inputs.key_cache), inputs.k_scale)
     for seq, seq_len in enumerate(inputs.seq_lens):
         keys = reference.sequence_tokens(key_cache, inputs.block_tables[seq], seq_len)
         key_norm = np.repeat(np.linalg.norm(keys, axis=2).max(axis=0, initial=0.0), case.group)

@@ -17,7 +17,7 @@ import pytest
 
 from paged_ops.testing import arrays
 from paged_ops.testing.backends import HostOps, Target, available_targets
-from paged_ops.testing.cases import LAYOUTS, Case, build
+from paged_ops.testing.cases import LAYOUTS, PACKED_LAYOUTS, Case, build
 from paged_ops.testing.checks import block_pairs, expected, merge_states, rows_to_write
 
 PAGE = mmap.PAGESIZE
@@ -50,8 +50,8 @@ class GuardedMemory:
 
 def run(ops: HostOps) -> None:
     """Every op over tensors of every layout, guarded on either side."""
-    layouts = itertools.cycle(LAYOUTS)
     emulated = ops.target.backend == "emulated"
+    layouts = itertools.cycle(LAYOUTS if emulated else LAYOUTS | PACKED_LAYOUTS)
     dims = [(8, 8), (40, 24)] if emulated else [(8, 8), (40, 24), (72, 128), (256, 256)]
     for at_end, dtype, (head_dim, value_head_dim), block_size, q_lens in itertools.product(
         (True, False), arrays.DTYPES, dims, (1, 5, 16), (None, (1, 3, 0, 9))
@@ -84,7 +84,7 @@ def run(ops: HostOps) -> None:
         pairs = guarded(block_pairs(len(caches[0])))
         for cache in caches:
             ops.copy_blocks(cache, pairs)
-            ops.swap_blocks(cache, guarded(cache.copy()), pairs)
+            ops.swap_blocks(cache, guarded(cache.copy("K")), pairs)
         states = [guarded(array) for array in merge_states(7, 3, head_dim, dtype)]
         ops.merge_attention_states(*states, out=guarded(states[0].copy()), lse=guarded(states[1].copy()))
 
