@@ -143,17 +143,19 @@ CLAIMS = [
         instructions={"load 16": 4, "store 16": 4},
     ),
     Claim(
-        r"(gather|cache_write)_kernel<uint4>",
+        r"(gather|cache_write)_kernel<uint4, HeadRows>",
         "heads move 16 bytes at a time",
         in_flight=0.75,
         loads_in_flight=16,
         instructions={"load 16": 1, "store 16": 1},
     ),
     Claim(
-        r"(block_copy|gather|cache_write)_kernel<unsigned (int|short|char)>", "as wide as alignment allows"
+        r"(block_copy|gather|cache_write)_kernel<unsigned (int|short|char)(, HeadRows)?>",
+        "as wide as alignment allows",
     ),
+    Claim(r"(gather|cache_write)_kernel<.*, PackedRows>", "head dims in packs: as wide as these allow"),
     Claim(r"merge_states_kernel<", "a pass over two outputs"),
-    Claim(r"rope_write_kernel<", "four pairs per thread where alignment allows"),
+    Claim(r"rope_write_kernel<", "four pairs per thread where alignment allows, and one into packs"),
     Claim(r"(cu_seqlens|work_list)_kernel", "one CTA"),
     Claim(r"check_\w+_kernel", "only with check=True"),
 ]

@@ -54,6 +54,15 @@ PagedKV cache(DType dtype, int head_dim, uintptr_t offset, int num_kv_heads = 8,
   return {view, view, 1000, block_size, num_kv_heads, head_dim, head_dim, dtype};
 }
 
+// The same caches with head dims in packs of 8.
+PagedKV in_packs(PagedKV kv) {
+  for (CacheView* view : {&kv.key, &kv.value}) {
+    view->pack = 8;
+    view->stride_pack = int64_t(8) * kv.block_size * itemsize(kv.dtype);
+  }
+  return kv;
+}
+
 void survey_attention() {
   std::vector<int32_t> cu_seqlens(2, 0);
   for (DType dtype : kDTypes)
@@ -100,6 +109,8 @@ void survey_moves() {
     w.dtype = DType::bf16;
     w.kv = cache(DType::bf16, 128, offset);
     launch::backend().cache_write(w, kContext);
+    w.kv = in_packs(w.kv);
+    launch::backend().cache_write(w, kContext);
 
     GatherParams g{};
     g.key = g.value = tensor(offset);
@@ -107,8 +118,10 @@ void survey_moves() {
     g.key_stride_head = g.value_stride_head = 256;
     g.key_stride_token = g.value_stride_token = 2048;
     g.num_rows = 64;
-    g.kv = w.kv;
+    g.kv = cache(DType::bf16, 128, offset);
     g.tables = {static_cast<const int32_t*>(tensor()), static_cast<const int32_t*>(tensor()), 8, 4, 8};
+    launch::backend().gather(g, kContext);
+    g.kv = w.kv;
     launch::backend().gather(g, kContext);
 
     void* caches[] = {tensor(offset)};
@@ -148,6 +161,8 @@ void survey_rotations() {
         p.cos_sin_stride = p.rotary_dim = rotary_dim;
         p.max_position = 4096;
         p.interleaved = interleaved;
+        launch::backend().rope_write(p, kContext);
+        p.write.kv = in_packs(p.write.kv);
         launch::backend().rope_write(p, kContext);
       }
 }

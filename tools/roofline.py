@@ -409,10 +409,10 @@ class Move:
 
 
 MOVES = (
-    Move("cache write, 64 tokens", 64 * 4 * 8 * 128 * 2, "cache_write_kernel<uint4>"),
-    Move("cache write, 8192 tokens", 8192 * 4 * 8 * 128 * 2, "cache_write_kernel<uint4>"),
+    Move("cache write, 64 tokens", 64 * 4 * 8 * 128 * 2, "cache_write_kernel<uint4, HeadRows>"),
+    Move("cache write, 8192 tokens", 8192 * 4 * 8 * 128 * 2, "cache_write_kernel<uint4, HeadRows>"),
     Move("block copy, 64 x 2 MiB", 64 * 2 * (2 << 20), "block_copy_kernel<uint4>"),
-    Move("gather, 64 x 4096 tokens", 64 * 4096 * 4 * 8 * 128 * 2, "gather_kernel<uint4>"),
+    Move("gather, 64 x 4096 tokens", 64 * 4096 * 4 * 8 * 128 * 2, "gather_kernel<uint4, HeadRows>"),
 )
 
 

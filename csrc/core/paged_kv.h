@@ -20,7 +20,7 @@ struct CacheView {
   int64_t stride_token;
   int64_t stride_head;
   int64_t stride_pack = 0;
-  int32_t pack = 1 << 30;  // divides the head dim, or is more
+  int32_t pack = 1 << 20;  // divides the head dim, or is more
 };
 
 PAGED_OPS_HOST_DEVICE static constexpr bool is_plain(const CacheView& cache, int head_dim) {

@@ -6,7 +6,8 @@
 namespace paged_ops::kernels {
 
 // blockDim: packets of a row, heads, 2 (K and V).
-template <class Packet>
+// CacheRows: HeadRows, or PackedRows where a cache is not plain.
+template <class Packet, class CacheRows>
 __global__ void cache_write_kernel(const CacheWriteParams p) {
   const int token = blockIdx.x;
   const int64_t slot = p.slot_mapping[token];
@@ -21,9 +22,7 @@ __global__ void cache_write_kernel(const CacheWriteParams p) {
   }
   const bool is_key = threadIdx.z == 0;
   const CacheView& cache = is_key ? p.kv.key : p.kv.value;
-  const HeadRows to{
-      static_cast<unsigned char*>(cache.data) + block * cache.stride_block + offset * cache.stride_token,
-      cache.stride_head};
+  const CacheRows to = cache_rows<CacheRows>(cache, block, offset, p.kv.dtype);
   const auto* rows = static_cast<const unsigned char*>(is_key ? p.key : p.value);
   const HeadRows from{
       const_cast<unsigned char*>(rows) + token * (is_key ? p.key_stride_token : p.value_stride_token),

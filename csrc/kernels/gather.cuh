@@ -45,7 +45,8 @@ static __global__ void __launch_bounds__(kScanThreads) cu_seqlens_kernel(const G
 }
 
 // One CTA per output row. blockDim: packets of a row, heads, 2 (K and V); whole warps.
-template <class Packet>
+// CacheRows: HeadRows, or PackedRows where a cache is not plain.
+template <class Packet, class CacheRows>
 __global__ void gather_kernel(const GatherParams p) {
   const int64_t row = blockIdx.x;
   const bool is_key = threadIdx.z == 0;
@@ -61,9 +62,7 @@ __global__ void gather_kernel(const GatherParams p) {
   const int token = int(row) - p.cu_seqlens[sequence];
   const int64_t block = p.tables.block_ids[sequence * p.tables.stride + token / p.kv.block_size];
   const CacheView& cache = is_key ? p.kv.key : p.kv.value;
-  const HeadRows from{static_cast<unsigned char*>(cache.data) + block * cache.stride_block +
-                          token % p.kv.block_size * cache.stride_token,
-                      cache.stride_head};
+  const CacheRows from = cache_rows<CacheRows>(cache, block, token % p.kv.block_size, p.kv.dtype);
   copy_heads<Packet>(to, from, p.kv.num_kv_heads, nbytes);
 }
 

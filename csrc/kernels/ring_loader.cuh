@@ -6,6 +6,7 @@
 // copies some rows of each piece, each lane parts of one row.
 #pragma once
 #include "kernels/attention_args.h"
+#include "kernels/dim_walk.cuh"
 #include "kernels/page_table.cuh"
 #include "kernels/swizzle.cuh"
 #include "kernels/tile_loader.cuh"
@@ -17,6 +18,7 @@ namespace paged_ops::kernels {
 PAGED_OPS_HOST_DEVICE inline bool values_in_keys(const PagedKV& kv) {
   const CacheView &k = kv.key, &v = kv.value;
   return k.data == v.data && k.stride_block == v.stride_block && k.stride_token == v.stride_token &&
+         k.pack == v.pack && k.stride_pack == v.stride_pack &&
          (k.stride_head == v.stride_head || kv.num_kv_heads == 1) && kv.value_head_dim <= kv.key_head_dim;
 }
 
@@ -36,8 +38,9 @@ class RingLoader {
     row_ = warp * kRowsOfWarp + lane / kLanesPerRow;
     copy_at_ = Slot::at(row_, piece);
     element_ = piece * kElementsPerPiece;
-    keys_ = static_cast<const char*>(kv_.key.data) + kv_head * kv_.key.stride_head + piece * 16;
-    values_ = static_cast<const char*>(kv_.value.data) + kv_head * kv_.value.stride_head + piece * 16;
+    const int first = kCopy == RowCopy::asynchronous ? piece * 16 : 0;
+    keys_ = static_cast<const char*>(kv_.key.data) + kv_head * kv_.key.stride_head + first;
+    values_ = static_cast<const char*>(kv_.value.data) + kv_head * kv_.value.stride_head + first;
   }
 
   // Begins with the tile at token `begin`, of keys that end at `end`. Nobody sees those before `first`: they
@@ -83,16 +86,17 @@ class RingLoader {
     }
     values_next_ = apart_ && !values;
     const CacheView& view = values ? kv_.value : kv_.key;
-    copy_row(slot(slot_index), values ? values_ : keys_, view.stride_block, view.stride_token,
+    copy_row(slot(slot_index), values ? values_ : keys_, view,
              values ? kv_.value_head_dim : kv_.key_head_dim);
     ptx::cp_commit();
   }
 
   // Rows past the end and dims past the head are zeros, and not read.
-  __device__ __forceinline__ void copy_row(SharedSlot slot, const char* base, int64_t stride_block,
-                                           int64_t stride_token, int head_dim) const {
+  __device__ __forceinline__ void copy_row(SharedSlot slot, const char* base, const CacheView& view,
+                                           int head_dim) const {
     constexpr int kUnroll = kCopy == RowCopy::asynchronous ? Slot::kPieces : 1;
-    const char* source = base + unsigned(place_.block) * stride_block + unsigned(place_.slot) * stride_token;
+    const char* source =
+        base + unsigned(place_.block) * view.stride_block + unsigned(place_.slot) * view.stride_token;
 #pragma unroll(kUnroll)
     for (int c = 0; c < Slot::kPieces; c += kLanesPerRow) {
       const bool valid = valid_ && element_ < head_dim - c * kElementsPerPiece;
@@ -100,9 +104,9 @@ class RingLoader {
         ptx::cp_async16(slot.at + copy_at_ + c * 16, source + c * 16, valid);
       } else {
         auto* to = reinterpret_cast<Element*>(slot.bytes + copy_at_ + c * 16);
+        DimWalk<Element> from(source, view, element_ + c * kElementsPerPiece);
 #pragma unroll 2  // seldom run: registers count, time does not
-        for (int i = 0; i < kElementsPerPiece; i++)
-          to[i] = valid ? reinterpret_cast<const Element*>(source + c * 16)[i] : Element{};
+        for (int i = 0; i < kElementsPerPiece; i++, from.next()) to[i] = valid ? *from : Element{};
       }
     }
   }

@@ -13,14 +13,14 @@ struct alignas(kWidth * sizeof(T)) RopePacket {
 
 // The thread's share of the rotation of a token's heads: kWidth pairs at a time, in two packets. All that a
 // packet needs is read by the thread that writes it, so that `to` may be `from`.
-template <class T, int kWidth, bool kInterleaved>
-__device__ __forceinline__ void rotate_heads(HeadRows to, HeadRows from, int num_heads, int half,
+template <class T, int kWidth, bool kInterleaved, class Rows>
+__device__ __forceinline__ void rotate_heads(Rows to, HeadRows from, int num_heads, int half,
                                              const float* cos_sin) {
   using Packet = RopePacket<T, kWidth>;
   for (int head = threadIdx.y; head < num_heads; head += blockDim.y)
     for (int i = threadIdx.x * kWidth; i < half; i += blockDim.x * kWidth) {
       const int at[2] = {kInterleaved ? 2 * i : i, kInterleaved ? 2 * i + kWidth : half + i};
-      const auto* source = reinterpret_cast<const T*>(from.at + head * from.stride_head);
+      const T* source = from.row<const T>(head);
       const Packet packets[2] = {*reinterpret_cast<const Packet*>(source + at[0]),
                                  *reinterpret_cast<const Packet*>(source + at[1])};
       Packet turned[2];
@@ -35,14 +35,15 @@ __device__ __forceinline__ void rotate_heads(HeadRows to, HeadRows from, int num
             ptx::from_float<T>(__fmaf_rn(from_x, cosine, -(from_y * sine)));
         turned[y / kWidth].element[y % kWidth] = ptx::from_float<T>(__fmaf_rn(from_y, cosine, from_x * sine));
       }
-      T* target = reinterpret_cast<T*>(to.at + head * to.stride_head);
+      const auto target = to.template row<T>(head);
       *reinterpret_cast<Packet*>(target + at[0]) = turned[0];
       *reinterpret_cast<Packet*>(target + at[1]) = turned[1];
     }
 }
 
-// blockDim: pairs of a row, heads, 2 (queries; keys and values).
-template <class T, int kWidth, bool kInterleaved>
+// blockDim: pairs of a row, heads, 2 (queries; keys and values). CacheRows: HeadRows, or PackedRows where a
+// cache is not plain.
+template <class T, int kWidth, bool kInterleaved, class CacheRows>
 __global__ void rope_write_kernel(const RopeWriteParams p) {
   using Packet = RopePacket<T, kWidth>;
   const CacheWriteParams& w = p.write;
@@ -58,12 +59,10 @@ __global__ void rope_write_kernel(const RopeWriteParams p) {
   const auto rows = [&](const void* base, int64_t stride_token, int64_t stride_head) {
     return HeadRows{static_cast<unsigned char*>(const_cast<void*>(base)) + token * stride_token, stride_head};
   };
-  const auto turn = [&](HeadRows to, HeadRows from, int num_heads) {
+  const auto turn = [&](auto to, HeadRows from, int num_heads) {
     rotate_heads<T, kWidth, kInterleaved>(to, from, num_heads, half, cos_sin);
     if (to.at == from.at) return;
-    to.at += rotated_nbytes;
-    from.at += rotated_nbytes;
-    copy_heads<Packet>(to, from, num_heads, rest_nbytes);
+    copy_heads<Packet>(to.behind(rotated_nbytes), from.behind(rotated_nbytes), num_heads, rest_nbytes);
   };
   if (threadIdx.z == 0) {
     turn(rows(p.query_out, p.out_stride_token, p.out_stride_head),
@@ -74,9 +73,7 @@ __global__ void rope_write_kernel(const RopeWriteParams p) {
   if (slot < 0 || slot >= w.kv.num_blocks * w.kv.block_size) return;  // skipped, or nowhere
   const int64_t block = slot / w.kv.block_size, offset = slot % w.kv.block_size;
   const auto place = [&](const CacheView& cache) {
-    return HeadRows{
-        static_cast<unsigned char*>(cache.data) + block * cache.stride_block + offset * cache.stride_token,
-        cache.stride_head};
+    return cache_rows<CacheRows>(cache, block, offset, w.kv.dtype);
   };
   turn(place(w.kv.key), rows(w.key, w.key_stride_token, w.key_stride_head), w.kv.num_kv_heads);
   copy_heads<Packet>(place(w.kv.value), rows(w.value, w.value_stride_token, w.value_stride_head),

@@ -5,14 +5,15 @@
 // all but one. Commit groups in order: K0 V0 K1 V1 ...; each wait leaves the 2 * kStages - 1 youngest alone.
 #pragma once
 #include "kernels/attention_args.h"
+#include "kernels/dim_walk.cuh"
 #include "kernels/page_table.cuh"
 #include "kernels/swizzle.cuh"
 #include "kernels/warp.cuh"
 
 namespace paged_ops::kernels {
 
-// How rows get to shared memory. Asynchronous copies want every row 16-byte aligned; where a caller's base
-// or strides are not, elements are loaded one by one, with the same results.
+// How rows get to shared memory. Asynchronous copies want every row plain and 16-byte aligned; where a
+// caller's base or strides are not, elements are loaded one by one, with the same results.
 enum class RowCopy { asynchronous, by_element };
 
 // A slot as the matrix and copy instructions address it, and as a pointer.
@@ -32,14 +33,15 @@ class TileLoader {
   // `rings` has kWarps rings.
   __device__ __forceinline__ TileLoader(const AttentionArgs& a, int sequence, int kv_head, int warp, int lane,
                                         unsigned char* rings)
-      : table_(a, sequence),
+      : kv_(a.op.kv),
+        table_(a, sequence),
         ring_{ptx::opaque(ptx::smem_addr(rings + warp * kRingNbytes)), rings + warp * kRingNbytes},
         lane_(lane),
         copy_at_(Slot::at(lane / kLanesPerRow, lane % kLanesPerRow)),
         key_head_dim_(a.op.kv.key_head_dim),
         value_head_dim_(a.op.kv.value_head_dim) {
     const PagedKV& kv = a.op.kv;
-    const int first_piece = lane % kLanesPerRow * 16;
+    const int first_piece = kCopy == RowCopy::asynchronous ? lane % kLanesPerRow * 16 : 0;
     keys_ = static_cast<const char*>(kv.key.data) + kv_head * kv.key.stride_head + first_piece;
     values_ = static_cast<const char*>(kv.value.data) + kv_head * kv.value.stride_head + first_piece;
     const CacheView& mine = lane < kTileTokens ? kv.key : kv.value;
@@ -82,10 +84,10 @@ class TileLoader {
     ahead_ = look_up(token + kStride);
   }
   __device__ __forceinline__ void copy_keys(int token, int stage) {
-    copy(token, key_slot(stage), keys_, 0, key_head_dim_);
+    copy(token, key_slot(stage), keys_, kv_.key, 0, key_head_dim_);
   }
   __device__ __forceinline__ void copy_values(int token, int stage) {
-    copy(token, value_slot(stage), values_, kTileTokens, value_head_dim_);
+    copy(token, value_slot(stage), values_, kv_.value, kTileTokens, value_head_dim_);
   }
 
  private:
@@ -109,8 +111,8 @@ class TileLoader {
   }
 
   // Lane `owner` + r knows where row r is. Rows past the end and dims past the head are zeros, and not read.
-  __device__ __forceinline__ void copy(int token, SharedSlot slot, const char* base, int owner,
-                                       int head_dim) {
+  __device__ __forceinline__ void copy(int token, SharedSlot slot, const char* base, const CacheView& view,
+                                       int owner, int head_dim) {
     if (token < end_) {
       const int copy_row = lane_ / kLanesPerRow, copy_piece = lane_ % kLanesPerRow;
       const int rows = end_ - token - copy_row;
@@ -124,19 +126,22 @@ class TileLoader {
           if constexpr (kCopy == RowCopy::asynchronous)
             ptx::cp_async16(slot.at + to, source + c * 16, valid);
           else
-            copy_by_element(slot.bytes + to, source + c * 16, valid);
+            copy_by_element(slot.bytes + to, source, view, (c + copy_piece) * kElementsPerPiece, valid);
         }
       }
     }
     ptx::cp_commit();  // an empty group too: it keeps the count
   }
 
-  static __device__ __forceinline__ void copy_by_element(unsigned char* to, const char* source, bool valid) {
+  static __device__ __forceinline__ void copy_by_element(unsigned char* to, const char* row,
+                                                         const CacheView& view, int dim, bool valid) {
+    DimWalk<Element> from(row, view, dim);
 #pragma unroll 2  // seldom run: registers count, time does not
-    for (int i = 0; i < kElementsPerPiece; i++)
-      reinterpret_cast<Element*>(to)[i] = valid ? reinterpret_cast<const Element*>(source)[i] : Element{};
+    for (int i = 0; i < kElementsPerPiece; i++, from.next())
+      reinterpret_cast<Element*>(to)[i] = valid ? *from : Element{};
   }
 
+  const PagedKV& kv_;
   PageTable table_;
   PageTable::Place ahead_{};
   SharedSlot ring_;

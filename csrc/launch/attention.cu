@@ -49,7 +49,6 @@ void launch_work_list(const kernels::AttentionArgs& args, cudaStream_t stream) {
 void attention(const AttentionParams& p, const Context& context) {
   PAGED_OPS_REQUIRE(!is_quantised(p.kv.dtype), "key_cache: is ", name(p.kv.dtype),
                     ", not on this backend yet");
-  PAGED_OPS_REQUIRE(is_plain(p.kv), "key_cache: its head dims lie in packs, not on this backend yet");
   const DeviceGuard guard(context.device);
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const AttentionPlan plan = plan_attention(p);

@@ -16,7 +16,7 @@ namespace paged_ops::launch {
 struct AttentionPlan {
   int head_dim;      // the kernel's: 64, 128, 256 or kMaxHeadDim, the next one up
   int column_tiles;  // of 8 columns per CTA: 1, 2 or kSplitColumnTiles
-  bool aligned;      // K and V rows can be copied 16 bytes at a time
+  bool aligned;      // K and V rows are plain and can be copied 16 bytes at a time
   bool ruled;        // the kernels that know of windows, soft caps, ALiBi and trees; they need no such rule
   bool parallel;     // CTAs share chunks by the work list
   int capacity;      // tokens a row of the block table has room for
@@ -51,7 +51,7 @@ inline AttentionPlan plan_attention(const AttentionParams& op) {
   AttentionPlan plan{};
   const int head_dim = std::max(kv.key_head_dim, kv.value_head_dim);
   plan.head_dim = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : head_dim <= 256 ? 256 : kMaxHeadDim;
-  plan.aligned = multiple_of_16(kv.key) && multiple_of_16(kv.value);
+  plan.aligned = is_plain(kv) && multiple_of_16(kv.key) && multiple_of_16(kv.value);
   // A sink concerns a row's end only. Copies by element are slow whatever else there is: one kernel for all.
   const AttentionRules& rules = op.rules;
   const bool has_rules = rules.window || rules.soft_cap != 0.f || rules.alibi_slopes || rules.tree_mask;

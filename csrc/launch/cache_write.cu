@@ -13,7 +13,6 @@ namespace paged_ops::launch {
 void cache_write(const CacheWriteParams& p, const Context& context) {
   PAGED_OPS_REQUIRE(!is_quantised(p.kv.dtype), "key_cache: is ", name(p.kv.dtype),
                     ", not on this backend yet");
-  PAGED_OPS_REQUIRE(is_plain(p.kv), "key_cache: its head dims lie in packs, not on this backend yet");
   if (p.num_tokens == 0) return;
   const DeviceGuard guard(context.device);
   const auto stream = static_cast<cudaStream_t>(context.stream);
@@ -22,8 +21,8 @@ void cache_write(const CacheWriteParams& p, const Context& context) {
   const int key_nbytes = p.kv.key_head_dim * itemsize(p.dtype),
             value_nbytes = p.kv.value_head_dim * itemsize(p.dtype);
   const int width = PacketWidth()
-                        .cache(p.kv.key)
-                        .cache(p.kv.value)
+                        .cache(p.kv.key, p.kv.dtype)
+                        .cache(p.kv.value, p.kv.dtype)
                         .address(p.key)
                         .nbytes(p.key_stride_token)
                         .nbytes(p.key_stride_head)
@@ -35,8 +34,10 @@ void cache_write(const CacheWriteParams& p, const Context& context) {
                         .get();
   const dim3 threads = head_threads(std::max(key_nbytes, value_nbytes) / width, p.kv.num_kv_heads);
   dispatch_packet(width, [&](auto packet) {
-    simt::launch(kernels::cache_write_kernel<typename decltype(packet)::type>, unsigned(p.num_tokens),
-                 threads, 0, stream, p);
+    using Packet = typename decltype(packet)::type;
+    const auto kernel = is_plain(p.kv) ? kernels::cache_write_kernel<Packet, kernels::HeadRows>
+                                       : kernels::cache_write_kernel<Packet, kernels::PackedRows>;
+    simt::launch(kernel, unsigned(p.num_tokens), threads, 0, stream, p);
   });
 }
 

@@ -11,7 +11,6 @@
 namespace paged_ops::launch {
 
 void gather(const GatherParams& p, const Context& context) {
-  PAGED_OPS_REQUIRE(is_plain(p.kv), "key_cache: its head dims lie in packs, not on this backend yet");
   const DeviceGuard guard(context.device);
   const auto stream = static_cast<cudaStream_t>(context.stream);
   PAGED_OPS_REQUIRE(p.num_rows <= INT32_MAX, "out: has ", p.num_rows, " rows, wanted at most ", INT32_MAX);
@@ -22,8 +21,8 @@ void gather(const GatherParams& p, const Context& context) {
   const int key_nbytes = int(row_nbytes(p.kv.dtype, p.kv.key_head_dim));
   const int value_nbytes = int(row_nbytes(p.kv.dtype, p.kv.value_head_dim));
   const int width = PacketWidth()
-                        .cache(p.kv.key)
-                        .cache(p.kv.value)
+                        .cache(p.kv.key, p.kv.dtype)
+                        .cache(p.kv.value, p.kv.dtype)
                         .address(p.key)
                         .nbytes(p.key_stride_token)
                         .nbytes(p.key_stride_head)
@@ -35,8 +34,10 @@ void gather(const GatherParams& p, const Context& context) {
                         .get();
   const dim3 threads = head_threads(std::max(key_nbytes, value_nbytes) / width, p.kv.num_kv_heads);
   dispatch_packet(width, [&](auto packet) {
-    simt::launch(kernels::gather_kernel<typename decltype(packet)::type>, unsigned(p.num_rows), threads, 0,
-                 stream, p);
+    using Packet = typename decltype(packet)::type;
+    const auto kernel = is_plain(p.kv) ? kernels::gather_kernel<Packet, kernels::HeadRows>
+                                       : kernels::gather_kernel<Packet, kernels::PackedRows>;
+    simt::launch(kernel, unsigned(p.num_rows), threads, 0, stream, p);
   });
 }
 

@@ -16,8 +16,13 @@ class PacketWidth {
     bits_ |= uint64_t(n);
     return *this;
   }
-  PacketWidth& cache(const CacheView& view) {
-    return address(view.data).nbytes(view.stride_block).nbytes(view.stride_token).nbytes(view.stride_head);
+  PacketWidth& cache(const CacheView& view, DType dtype) {
+    return address(view.data)
+        .nbytes(view.stride_block)
+        .nbytes(view.stride_token)
+        .nbytes(view.stride_head)
+        .nbytes(view.stride_pack)
+        .nbytes(row_nbytes(dtype, view.pack));
   }
   bool divisible_by(int width) const { return bits_ % unsigned(width) == 0; }
   // 16, 4, 2 or 1 bytes.

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 import paged_ops
 from paged_ops.testing import arrays
 from paged_ops.testing.backends import HostOps, Target
-from paged_ops.testing.cases import LAYOUTS, Case, build
+from paged_ops.testing.cases import LAYOUTS, PACKED_LAYOUTS, Case, build
 from paged_ops.testing.checks import check_attention, expected, require_same_bits
 from paged_ops.testing.grids import decode_cases, extended_cases, varlen_cases
 
@@ -47,7 +47,7 @@ def any_cases(draw: st.DrawFn) -> Case:
         head_dim=8 * draw(st.integers(1, 8)),
         value_head_dim=8 * draw(st.integers(1, 8)),
         block_size=draw(st.integers(1, 20)),
-        layout=draw(st.sampled_from(list(LAYOUTS))),
+        layout=draw(st.sampled_from([*LAYOUTS, *PACKED_LAYOUTS])),
         causal=draw(st.booleans()),
         scale=draw(st.none() | st.floats(0.05, 0.5)),
         padding=0 if q_lens is None else draw(st.integers(0, 3)),
