@@ -1,0 +1,21 @@
+"""vLLM's custom ops for the paged KV cache on top of the public ops: names, argument orders, layouts.
+
+``from paged_ops.compat import vllm as ops`` takes the place of ``from vllm import _custom_ops as ops`` for
+what is listed below, on a GPU or on the CPU; signatures are those of vLLM 0.32, and of the last releases
+that had the op. Tensors are torch's. What differs:
+
+- What sizes or chooses among vLLM's kernels is taken and has no effect: ``max_seq_len``, the scratch of
+  ``paged_attention_v2``, ``isa``, ``enable_kv_split``, scheduler metadata, ``is_src_access_order_any``.
+- ``fp8`` caches may be uint8, as in vLLM, or torch's own 8-bit floats. What is stored is ``row / scale``,
+  to the nearest, ties to even, saturated.
+- What is not carried over raises ``NotImplementedError`` that says why. Errors of the ops name the argument
+  as it is called here, and the op that they come from.
+"""
+
+from paged_ops.compat.vllm.blocks import copy_blocks, swap_blocks, swap_blocks_batch
+
+__all__ = [
+    "copy_blocks",
+    "swap_blocks",
+    "swap_blocks_batch",
+]
