@@ -13,9 +13,15 @@ that had the op. Tensors are torch's. What differs:
 """
 
 from paged_ops.compat.vllm.blocks import copy_blocks, swap_blocks, swap_blocks_batch
+from paged_ops.compat.vllm.cache import concat_and_cache_mla, convert_fp8, reshape_and_cache_flash
+from paged_ops.compat.vllm.merge import merge_attn_states
 
 __all__ = [
+    "concat_and_cache_mla",
+    "convert_fp8",
     "copy_blocks",
+    "merge_attn_states",
+    "reshape_and_cache_flash",
     "swap_blocks",
     "swap_blocks_batch",
 ]
