@@ -14,12 +14,20 @@ that had the op. Tensors are torch's. What differs:
 
 from paged_ops.compat.vllm.blocks import copy_blocks, swap_blocks, swap_blocks_batch
 from paged_ops.compat.vllm.cache import concat_and_cache_mla, convert_fp8, reshape_and_cache_flash
+from paged_ops.compat.vllm.cpu import (
+    cpu_attention_with_kv_cache,
+    cpu_attn_get_scheduler_metadata,
+    cpu_attn_reshape_and_cache,
+)
 from paged_ops.compat.vllm.merge import merge_attn_states
 
 __all__ = [
     "concat_and_cache_mla",
     "convert_fp8",
     "copy_blocks",
+    "cpu_attention_with_kv_cache",
+    "cpu_attn_get_scheduler_metadata",
+    "cpu_attn_reshape_and_cache",
     "merge_attn_states",
     "reshape_and_cache_flash",
     "swap_blocks",
