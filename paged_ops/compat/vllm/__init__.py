@@ -19,15 +19,18 @@ from paged_ops.compat.vllm.cpu import (
     cpu_attn_get_scheduler_metadata,
     cpu_attn_reshape_and_cache,
 )
+from paged_ops.compat.vllm.gather import cp_gather_cache, gather_and_maybe_dequant_cache
 from paged_ops.compat.vllm.merge import merge_attn_states
 
 __all__ = [
     "concat_and_cache_mla",
     "convert_fp8",
     "copy_blocks",
+    "cp_gather_cache",
     "cpu_attention_with_kv_cache",
     "cpu_attn_get_scheduler_metadata",
     "cpu_attn_reshape_and_cache",
+    "gather_and_maybe_dequant_cache",
     "merge_attn_states",
     "reshape_and_cache_flash",
     "swap_blocks",
