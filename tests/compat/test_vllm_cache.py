@@ -12,9 +12,11 @@ torch = pytest.importorskip("torch")
 from vllm_cases import (  # noqa: E402
     as_bytes,
     kv_cache_dtype,
+    packed_keys,
     put,
     put_scale,
     running_on,
+    transposed_values,
 )
 
 import paged_ops  # noqa: E402
@@ -48,6 +50,28 @@ def written(case: Case) -> Inputs:
     key, value, slots = rows_to_write(case)
     reference.write_kv_cache(key, value, inputs.key_cache, inputs.value_cache, slots, **scales)
     return inputs
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_reshape_and_cache(target: Target, case: Case) -> None:
+    """Every slot that is not written keeps its bits, NaN included; slots below 0 are skipped."""
+    inputs, wanted = build(case), written(case)
+    key_cache = put(as_bytes(packed_keys(inputs.key_cache)), target.device)
+    value_cache = put(as_bytes(transposed_values(inputs.value_cache)), target.device)
+    rows = [arrays.to_torch(x, target.device) for x in rows_to_write(case)]
+    addresses = key_cache.data_ptr(), value_cache.data_ptr()
+    with running_on(target):
+        result = vllm.reshape_and_cache(
+            *rows[:2],
+            key_cache,
+            value_cache,
+            rows[2],
+            kv_cache_dtype(case),
+            *scales_of(inputs, target.device),
+        )
+    assert result is None and addresses == (key_cache.data_ptr(), value_cache.data_ptr())
+    assert arrays.same_bits(key_cache, as_bytes(packed_keys(wanted.key_cache)))
+    assert arrays.same_bits(value_cache, as_bytes(transposed_values(wanted.value_cache)))
 
 
 FLASH_CASES = [

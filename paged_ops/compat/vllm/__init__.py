@@ -12,8 +12,14 @@ that had the op. Tensors are torch's. What differs:
   as it is called here, and the op that they come from.
 """
 
+from paged_ops.compat.vllm.attention import paged_attention_v1, paged_attention_v2
 from paged_ops.compat.vllm.blocks import copy_blocks, swap_blocks, swap_blocks_batch
-from paged_ops.compat.vllm.cache import concat_and_cache_mla, convert_fp8, reshape_and_cache_flash
+from paged_ops.compat.vllm.cache import (
+    concat_and_cache_mla,
+    convert_fp8,
+    reshape_and_cache,
+    reshape_and_cache_flash,
+)
 from paged_ops.compat.vllm.cpu import (
     cpu_attention_with_kv_cache,
     cpu_attn_get_scheduler_metadata,
@@ -32,6 +38,9 @@ __all__ = [
     "cpu_attn_reshape_and_cache",
     "gather_and_maybe_dequant_cache",
     "merge_attn_states",
+    "paged_attention_v1",
+    "paged_attention_v2",
+    "reshape_and_cache",
     "reshape_and_cache_flash",
     "swap_blocks",
     "swap_blocks_batch",

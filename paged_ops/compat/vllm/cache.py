@@ -7,6 +7,7 @@ import torch
 import paged_ops
 from paged_ops.compat.vllm._call import call
 from paged_ops.compat.vllm._format import Scale, as_stored, scales, stored_dtype
+from paged_ops.compat.vllm._layout import packed_views
 
 
 def reshape_and_cache_flash(
@@ -27,6 +28,25 @@ def reshape_and_cache_flash(
     ``auto``.
     """
     caches = (
+        as_stored("key_cache", key_cache, kv_cache_dtype),
+        as_stored("value_cache", value_cache, kv_cache_dtype),
+    )
+    options = scales(kv_cache_dtype, k_scale, v_scale)
+    call(paged_ops.write_kv_cache, key, value, *caches, slot_mapping, **options)
+
+
+def reshape_and_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    slot_mapping: torch.Tensor,
+    kv_cache_dtype: str,
+    k_scale: Scale,
+    v_scale: Scale,
+) -> None:
+    """:func:`reshape_and_cache_flash` for the classic pair of caches (:func:`._layout.packed_views`)."""
+    caches = packed_views(
         as_stored("key_cache", key_cache, kv_cache_dtype),
         as_stored("value_cache", value_cache, kv_cache_dtype),
     )
