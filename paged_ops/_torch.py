@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from paged_ops import _backend, block_moves, cascade, ops
+from paged_ops import _arrays, _backend, block_moves, cascade, ops
 
 _LIBRARY = torch.library.Library("paged_ops", "DEF")
 
@@ -48,12 +48,17 @@ def _gather(
     value_cache: Any,
     block_tables: Any,
     seq_lens: Any,
+    k_scale: Any,
+    v_scale: Any,
+    out_dtype: Any,
     num_tokens: int | None,
     check: bool | None,
 ) -> tuple[Any, Any, Any]:
+    dtype = None if out_dtype is None else _arrays.dtype_name(out_dtype)
     return _backend.module.gather_kv_cache(
-        key_cache, value_cache, block_tables, seq_lens, None, None, num_tokens, _check(check)
-    )
+        key_cache, value_cache, block_tables, seq_lens, k_scale, v_scale, dtype, None, None, num_tokens,
+        _check(check),
+    )  # fmt: skip
 
 
 def _gather_out(
@@ -61,13 +66,16 @@ def _gather_out(
     value_cache: Any,
     block_tables: Any,
     seq_lens: Any,
+    k_scale: Any,
+    v_scale: Any,
     key: Any,
     value: Any,
     check: bool | None,
 ) -> Any:
     return _backend.module.gather_kv_cache(
-        key_cache, value_cache, block_tables, seq_lens, key, value, None, _check(check)
-    )[2]
+        key_cache, value_cache, block_tables, seq_lens, k_scale, v_scale, None, key, value, None,
+        _check(check),
+    )[2]  # fmt: skip
 
 
 def _nothing(*_: Any) -> None:
@@ -81,7 +89,15 @@ def _head_dim(cache: Any) -> Any:
 
 
 def _fake_gather(
-    key_cache: Any, value_cache: Any, block_tables: Any, seq_lens: Any, num_tokens: Any, check: bool | None
+    key_cache: Any,
+    value_cache: Any,
+    block_tables: Any,
+    seq_lens: Any,
+    k_scale: Any,
+    v_scale: Any,
+    out_dtype: Any,
+    num_tokens: Any,
+    check: bool | None,
 ) -> tuple[Any, Any, Any]:
     num_seqs, max_blocks_per_seq = block_tables.shape
     if num_tokens is None:
@@ -89,10 +105,14 @@ def _fake_gather(
             num_tokens = torch.library.get_ctx().new_dynamic_size()
         else:
             num_tokens = num_seqs * max_blocks_per_seq * key_cache.shape[1]
-    key, value = (
-        cache.new_empty((num_tokens, cache.shape[2], _head_dim(cache))) for cache in (key_cache, value_cache)
-    )
-    return key, value, seq_lens.new_empty((num_seqs + 1,))
+    scaled = k_scale is not None
+
+    def rows(cache: Any) -> Any:
+        extent = _head_dim(cache) if scaled or cache.dim() == 5 else cache.shape[3]
+        dtype = (out_dtype or torch.float32) if scaled else cache.dtype
+        return cache.new_empty((num_tokens, cache.shape[2], extent), dtype=dtype)
+
+    return rows(key_cache), rows(value_cache), seq_lens.new_empty((num_seqs + 1,))
 
 
 def _fake_gather_out(
@@ -100,6 +120,8 @@ def _fake_gather_out(
     value_cache: Any,
     block_tables: Any,
     seq_lens: Any,
+    k_scale: Any,
+    v_scale: Any,
     key: Any,
     value: Any,
     check: bool | None,
@@ -146,13 +168,14 @@ _TABLE: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     ("swap_blocks(Tensor source, Tensor(a!) destination, Tensor block_pairs) -> ()", _swap, _nothing),
     (
         "gather_kv_cache(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
-        "SymInt? num_tokens, bool? check) -> (Tensor, Tensor, Tensor)",
+        "Tensor? k_scale, Tensor? v_scale, ScalarType? out_dtype, SymInt? num_tokens, "
+        "bool? check) -> (Tensor, Tensor, Tensor)",
         _gather,
         _fake_gather,
     ),
     (
         "gather_kv_cache_out(Tensor key_cache, Tensor value_cache, Tensor block_tables, Tensor seq_lens, "
-        "Tensor(a!) key, Tensor(b!) value, bool? check) -> Tensor",
+        "Tensor? k_scale, Tensor? v_scale, Tensor(a!) key, Tensor(b!) value, bool? check) -> Tensor",
         _gather_out,
         _fake_gather_out,
     ),
@@ -312,18 +335,19 @@ class _TracedOps:
         value_cache: Any,
         block_tables: Any,
         seq_lens: Any,
+        k_scale: Any,
+        v_scale: Any,
+        out_dtype: str | None,
         key: Any,
         value: Any,
         num_tokens: int | None,
         check: bool | None,
     ) -> tuple[Any, Any, Any]:
+        tensors = key_cache, value_cache, block_tables, seq_lens, *_scale_tensors(seq_lens, k_scale, v_scale)
         if key is None:
-            return torch.ops.paged_ops.gather_kv_cache(
-                key_cache, value_cache, block_tables, seq_lens, num_tokens, check
-            )
-        cu_seqlens = torch.ops.paged_ops.gather_kv_cache_out(
-            key_cache, value_cache, block_tables, seq_lens, key, value, check
-        )
+            dtype = None if out_dtype is None else getattr(torch, out_dtype)
+            return torch.ops.paged_ops.gather_kv_cache(*tensors, dtype, num_tokens, check)
+        cu_seqlens = torch.ops.paged_ops.gather_kv_cache_out(*tensors, key, value, check)
         return key, value, cu_seqlens
 
     @staticmethod

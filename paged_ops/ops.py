@@ -312,6 +312,9 @@ def gather_kv_cache(
     block_tables: Any,
     seq_lens: Any,
     *,
+    k_scale: Any = None,
+    v_scale: Any = None,
+    out_dtype: Any = None,
     out: Sequence[Any] | None = None,
     num_tokens: int | None = None,
     check: bool | None = None,
@@ -319,8 +322,13 @@ def gather_kv_cache(
     """Gather the sequences' keys and values into contiguous rows, one sequence after the other.
 
     Args:
-        key_cache, value_cache, block_tables, seq_lens: as in :func:`paged_attention_decode`, not quantised.
-        out: ``(key, value)`` to write to, ``[num_rows, num_kv_heads, head_dim]`` each.
+        key_cache, value_cache, block_tables, seq_lens: as in :func:`paged_attention_decode`. Without scales
+            the elements come out as they are, those of quantised caches too (int4 as ``[num_rows,
+            num_kv_heads, head_dim / 2]``).
+        k_scale, v_scale: of quantised caches, as there: numbers times scales come out instead, computed in
+            float32 and rounded once.
+        out_dtype: float32 (the default), float16 or bfloat16, for rows allocated with scales.
+        out: ``(key, value)`` to write to, ``[num_rows, num_kv_heads, head_dim]`` each, of one dtype.
         num_tokens: rows to allocate without ``out``. On the CPU the default is the sum of ``seq_lens``; on a
             GPU, where reading it would stop the stream, the bound ``num_seqs * max_blocks_per_seq *
             block_size``.
@@ -333,10 +341,13 @@ def gather_kv_cache(
     if out is not None and not (isinstance(out, (tuple, list)) and len(out) == 2):
         raise ValueError(f"out: is {type(out).__name__}, wanted a pair (key, value)")
     key, value = out if out is not None else (None, None)
+    if out_dtype is not None:
+        out_dtype = _arrays.dtype_name(out_dtype)
     if _compiling(key_cache):
         return _torch_ops.gather(
-            key_cache, value_cache, block_tables, seq_lens, key, value, num_tokens, check
-        )
+            key_cache, value_cache, block_tables, seq_lens, k_scale, v_scale, out_dtype,
+            key, value, num_tokens, check,
+        )  # fmt: skip
     if check is None:
         check = _backend.check_by_default
     elif check is not True and check is not False:
@@ -344,8 +355,9 @@ def gather_kv_cache(
     if num_tokens is not None:
         num_tokens = _count("num_tokens", num_tokens)
     return _backend.module.gather_kv_cache(
-        key_cache, value_cache, block_tables, seq_lens, key, value, num_tokens, check
-    )
+        key_cache, value_cache, block_tables, seq_lens, k_scale, v_scale, out_dtype,
+        key, value, num_tokens, check,
+    )  # fmt: skip
 
 
 def workspace_size(

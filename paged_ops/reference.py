@@ -353,15 +353,17 @@ def gather_kv_cache(
     block_tables: ArrayLike,
     seq_lens: ArrayLike,
     *,
+    k_scale: ArrayLike | None = None,
+    v_scale: ArrayLike | None = None,
     num_tokens: int | None = None,
 ) -> tuple[F64, F64, NDArray[np.int32]]:
     """The tokens of each sequence out of the paged caches, one after the other.
 
     -> key `[num_rows, num_kv_heads, Dk]`, value alike with `Dv`, cu_seqlens `[num_seqs + 1]` int32: token t
     of sequence s is row `cu_seqlens[s] + t`. `num_tokens` fixes num_rows (>= the sum of seq_lens); rows past
-    the last token are zero.
+    the last token are zero. With scales a quantised cache's numbers times these (`dequantise`) come out.
     """
-    key_cache, value_cache = plain(key_cache), plain(value_cache)
+    key_cache, value_cache = dequantise(plain(key_cache), k_scale), dequantise(plain(value_cache), v_scale)
     block_tables, seq_lens = np.asarray(block_tables), np.asarray(seq_lens)
     cu_seqlens = np.concatenate([[0], np.cumsum(seq_lens)]).astype(np.int32)
     num_rows = int(cu_seqlens[-1]) if num_tokens is None else num_tokens

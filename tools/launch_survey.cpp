@@ -120,9 +120,16 @@ void survey_moves() {
     g.num_rows = 64;
     g.kv = cache(DType::bf16, 128, offset);
     g.tables = {static_cast<const int32_t*>(tensor()), static_cast<const int32_t*>(tensor()), 8, 4, 8};
+    g.dtype = g.kv.dtype;
     launch::backend().gather(g, kContext);
     g.kv = w.kv;
     launch::backend().gather(g, kContext);
+    for (const DType quantised : {DType::f8e4m3, DType::f8e5m2, DType::i8, DType::i4})
+      for (const DType dtype : kDTypes) {
+        g.kv.dtype = quantised;
+        g.dtype = dtype;
+        launch::backend().gather(g, kContext);
+      }
 
     void* caches[] = {tensor(offset)};
     const BlockShape block{32768, {1, 1}, {0, 0}};

@@ -6,6 +6,17 @@
 
 namespace paged_ops::bind {
 
+namespace {
+
+// What numbers times scales may come out as.
+DType scaled_dtype(const std::string& dtype, const char* argument) {
+  for (const DType plain : {DType::f32, DType::f16, DType::bf16})
+    if (dtype == name(plain)) return plain;
+  fail<TypeError>(argument, ": dtype is ", dtype, ", wanted float32, float16 or bfloat16");
+}
+
+}  // namespace
+
 void write_kv_cache(py::handle key_in, py::handle value_in, py::handle key_cache_in,
                     py::handle value_cache_in, py::handle slot_mapping_in, py::handle k_scale_in,
                     py::handle v_scale_in, bool check) {
@@ -45,7 +56,8 @@ void write_kv_cache(py::handle key_in, py::handle value_in, py::handle key_cache
 }
 
 py::tuple gather_kv_cache(py::handle key_cache_in, py::handle value_cache_in, py::handle block_tables_in,
-                          py::handle seq_lens_in, py::object key_out, py::object value_out,
+                          py::handle seq_lens_in, py::handle k_scale_in, py::handle v_scale_in,
+                          py::handle out_dtype, py::object key_out, py::object value_out,
                           py::object num_tokens, bool check) {
   const Array key_cache(key_cache_in, "key_cache");
   const Array value_cache(value_cache_in, "value_cache");
@@ -54,7 +66,14 @@ py::tuple gather_kv_cache(py::handle key_cache_in, py::handle value_cache_in, py
 
   GatherParams p{};
   p.kv = paged_kv(key_cache, value_cache);
-  require_supported(key_cache, p.kv.dtype, p.kv.num_kv_heads, p.kv);
+  const bool quantised = is_quantised(p.kv.dtype);
+  require_supported(key_cache, quantised ? DType::f32 : p.kv.dtype, p.kv.num_kv_heads, p.kv);
+  std::optional<Array> k_scale, v_scale;
+  const bool scaled = !k_scale_in.is_none() || !v_scale_in.is_none();
+  if (scaled) {
+    p.kv.key_scale = scale_view(k_scale, k_scale_in, "k_scale", key_cache, false);
+    p.kv.value_scale = scale_view(v_scale, v_scale_in, "v_scale", value_cache, false);
+  }
   p.tables = block_tables_of(block_tables, seq_lens);
   block_tables.require_same_device(key_cache);
   seq_lens.require_same_device(key_cache);
@@ -72,23 +91,33 @@ py::tuple gather_kv_cache(py::handle key_cache_in, py::handle value_cache_in, py
   const bool out_given = !key_out.is_none();
   PAGED_OPS_REQUIRE(!out_given || num_tokens.is_none(),
                     "num_tokens: is given beside out, wanted one of them");
+  PAGED_OPS_REQUIRE(out_dtype.is_none() || (scaled && !out_given), "out_dtype: is given ",
+                    out_given ? "beside out, wanted one of them"
+                              : "without scales, wanted None: rows come out as they are");
+  p.dtype = scaled ? DType::f32 : p.kv.dtype;
+  if (!out_dtype.is_none()) p.dtype = scaled_dtype(out_dtype.cast<std::string>(), "out_dtype");
   if (!out_given) {
     p.num_rows = on_host ? exact : bound;
     if (!num_tokens.is_none()) {
       p.num_rows = num_tokens.cast<int64_t>();
       PAGED_OPS_REQUIRE(p.num_rows >= 0, "num_tokens: is ", p.num_rows, ", wanted at least 0");
     }
-    const char* dtype = name(p.kv.dtype);
-    key_out = empty_like(key_cache, {p.num_rows, p.kv.num_kv_heads, p.kv.key_head_dim}, dtype);
-    value_out = empty_like(key_cache, {p.num_rows, p.kv.num_kv_heads, p.kv.value_head_dim}, dtype);
+    const int numbers = numbers_per_element(p.dtype);
+    key_out = empty_like(key_cache, {p.num_rows, p.kv.num_kv_heads, p.kv.key_head_dim / numbers},
+                         element_name(p.dtype));
+    value_out = empty_like(key_cache, {p.num_rows, p.kv.num_kv_heads, p.kv.value_head_dim / numbers},
+                           element_name(p.dtype));
   }
   const Array key(key_out, "out[0]", Array::Use::output);
   const Array value(value_out, "out[1]", Array::Use::output);
-  require_rows(key, p.kv.dtype, p.kv, p.kv.key_head_dim, "as in key_cache");
-  require_rows(value, p.kv.dtype, p.kv, p.kv.value_head_dim, "as in value_cache");
+  if (scaled && out_given) p.dtype = scaled_dtype(key.dtype_name(), "out[0]");
+  require_rows(key, p.dtype, p.kv, p.kv.key_head_dim, "as in key_cache");
+  require_rows(value, p.dtype, p.kv, p.kv.value_head_dim, "as in value_cache");
   value.require_shape(0, key.shape(0), "num_tokens, as in out[0]");
   for (const Array* rows : {&key, &value}) rows->require_same_device(key_cache);
-  require_apart({&key, &value}, {&key_cache, &value_cache, &block_tables, &seq_lens});
+  const auto given = [](const std::optional<Array>& array) { return array ? &*array : nullptr; };
+  require_apart({&key, &value},
+                {&key_cache, &value_cache, &block_tables, &seq_lens, given(k_scale), given(v_scale)});
   p.num_rows = key.shape(0);
   PAGED_OPS_REQUIRE(!on_host || exact <= p.num_rows, num_tokens.is_none() ? "out" : "num_tokens", ": has ",
                     p.num_rows, " rows, wanted at least ", exact, ", the sum of seq_lens");
@@ -104,7 +133,9 @@ py::tuple gather_kv_cache(py::handle key_cache_in, py::handle value_cache_in, py
   p.value_stride_token = value.stride_nbytes(0);
   p.value_stride_head = value.stride_nbytes(1);
 
-  const bool recording = require_no_gradient({&key_cache, &value_cache, &key, &value});
+  const auto or_key = [&](const std::optional<Array>& array) { return array ? &*array : &key; };
+  const bool recording =
+      require_no_gradient({&key_cache, &value_cache, &key, &value, or_key(k_scale), or_key(v_scale)});
   const Backend& backend = backend_for(key_cache);
   const Context context = context_for(key_cache, check);
   {

@@ -194,7 +194,7 @@ void require_rows(const Array& rows, DType dtype, const PagedKV& kv, int head_di
   rows.require_ndim(3, "[num_tokens, num_kv_heads, head_dim]");
   rows.require_dtype(dtype);
   rows.require_shape(1, kv.num_kv_heads, cache_name);
-  rows.require_shape(2, head_dim, cache_name);
+  rows.require_shape(2, head_dim / numbers_per_element(dtype), cache_name);
   rows.require_last_contiguous();
 }
 

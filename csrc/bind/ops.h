@@ -23,8 +23,8 @@ size_t attention_workspace_nbytes(const std::string& device, int64_t num_tokens,
 void write_kv_cache(py::handle key, py::handle value, py::handle key_cache, py::handle value_cache,
                     py::handle slot_mapping, py::handle k_scale, py::handle v_scale, bool check);
 py::tuple gather_kv_cache(py::handle key_cache, py::handle value_cache, py::handle block_tables,
-                          py::handle seq_lens, py::object key_out, py::object value_out,
-                          py::object num_tokens, bool check);
+                          py::handle seq_lens, py::handle k_scale, py::handle v_scale, py::handle out_dtype,
+                          py::object key_out, py::object value_out, py::object num_tokens, bool check);
 void copy_blocks(py::handle caches, py::handle block_pairs, bool check);
 void swap_blocks(py::handle source, py::handle destination, py::handle block_pairs);
 py::tuple merge_attention_states(py::handle out_a, py::handle lse_a, py::handle out_b, py::handle lse_b,

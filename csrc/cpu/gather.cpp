@@ -6,6 +6,7 @@
 #include "core/check.h"
 #include "cpu/index_check.h"
 #include "cpu/ops.h"
+#include "cpu/quantise.h"
 #include "cpu/thread_pool.h"
 
 namespace paged_ops::cpu {
@@ -15,33 +16,37 @@ namespace {
 #include "cpu/packs.inl"
 
 // One of the two outputs and the cache that it comes from.
-struct RowCopy {
-  const CacheView& cache;
+struct Side {
+  QuantisedRows from;  // or others, if they come out as they are
+  DType dtype;         // of the output
   char* out;
   int64_t out_stride_token, out_stride_head;
   int32_t num_heads;
-  int64_t row_nbytes;
-  Packs packs;  // in the cache
 
-  bool dense() const {
-    return packs.plain() && out_stride_head == row_nbytes && cache.stride_head == row_nbytes;
-  }
+  int64_t nbytes() const { return row_nbytes(dtype, from.dim); }
 
   void copy(int64_t row, int64_t block, int64_t in_block) const {
-    const char* from =
-        static_cast<const char*>(cache.data) + block * cache.stride_block + in_block * cache.stride_token;
     char* to = out + row * out_stride_token;
-    if (dense()) {
-      std::memcpy(to, from, size_t(num_heads * row_nbytes));
+    if (dtype != from.dtype) {
+      for (int32_t head = 0; head < num_heads; head++)
+        from.read(to + head * out_stride_head, dtype, block, in_block, head);
+      return;
+    }
+    const CacheView& cache = from.cache;
+    const char* at =
+        static_cast<const char*>(cache.data) + block * cache.stride_block + in_block * cache.stride_token;
+    const Packs packs(cache, from.dim, from.dtype);
+    if (packs.plain() && out_stride_head == nbytes() && cache.stride_head == nbytes()) {
+      std::memcpy(to, at, size_t(num_heads * nbytes()));
       return;
     }
     for (int32_t head = 0; head < num_heads; head++)
-      packs.gather(to + head * out_stride_head, from + head * cache.stride_head);
+      packs.gather(to + head * out_stride_head, at + head * cache.stride_head);
   }
 
   void clear(int64_t row) const {
     for (int32_t head = 0; head < num_heads; head++)
-      std::memset(out + row * out_stride_token + head * out_stride_head, 0, size_t(row_nbytes));
+      std::memset(out + row * out_stride_token + head * out_stride_head, 0, size_t(nbytes()));
   }
 };
 
@@ -59,17 +64,24 @@ void gather(const GatherParams& p, const Context&) {
   for (int32_t seq = 0; seq < p.tables.num_seqs; seq++)
     p.cu_seqlens[seq + 1] = p.cu_seqlens[seq] + p.tables.seq_lens[seq];
 
-  const RowCopy rows[2] = {
-      {p.kv.key, static_cast<char*>(p.key), p.key_stride_token, p.key_stride_head, p.kv.num_kv_heads,
-       row_nbytes(p.kv.dtype, p.kv.key_head_dim), Packs(p.kv.key, p.kv.key_head_dim, p.kv.dtype)},
-      {p.kv.value, static_cast<char*>(p.value), p.value_stride_token, p.value_stride_head, p.kv.num_kv_heads,
-       row_nbytes(p.kv.dtype, p.kv.value_head_dim), Packs(p.kv.value, p.kv.value_head_dim, p.kv.dtype)}};
+  const Side sides[2] = {{{p.kv.key, p.kv.key_scale, p.kv.dtype, p.kv.key_head_dim},
+                          p.dtype,
+                          static_cast<char*>(p.key),
+                          p.key_stride_token,
+                          p.key_stride_head,
+                          p.kv.num_kv_heads},
+                         {{p.kv.value, p.kv.value_scale, p.kv.dtype, p.kv.value_head_dim},
+                          p.dtype,
+                          static_cast<char*>(p.value),
+                          p.value_stride_token,
+                          p.value_stride_head,
+                          p.kv.num_kv_heads}};
 
   // Tasks are runs of output rows, whichever sequences they belong to.
   constexpr int64_t kRowsPerTask = 128;
   const int64_t num_tasks = (p.num_rows + kRowsPerTask - 1) / kRowsPerTask;
-  const int64_t row_nbytes = p.kv.num_kv_heads * (rows[0].row_nbytes + rows[1].row_nbytes);
-  parallel_for(num_tasks, threads_for(2 * p.num_rows * row_nbytes), [&](int64_t task) {
+  const int64_t token_nbytes = p.kv.num_kv_heads * (sides[0].nbytes() + sides[1].nbytes());
+  parallel_for(num_tasks, threads_for(2 * p.num_rows * token_nbytes), [&](int64_t task) {
     const int64_t end = std::min(p.num_rows, (task + 1) * kRowsPerTask);
     int64_t row = task * kRowsPerTask;
     const int32_t* bounds = p.cu_seqlens;
@@ -79,12 +91,12 @@ void gather(const GatherParams& p, const Context&) {
       const int32_t* block_ids = p.tables.block_ids + seq * p.tables.stride;
       for (; row < std::min<int64_t>(end, bounds[seq + 1]); row++) {
         const int64_t position = row - bounds[seq];
-        for (const RowCopy& side : rows)
+        for (const Side& side : sides)
           side.copy(row, block_ids[position / p.kv.block_size], position % p.kv.block_size);
       }
     }
     for (; row < end; row++)
-      for (const RowCopy& side : rows) side.clear(row);
+      for (const Side& side : sides) side.clear(row);
   });
 }
 

@@ -1,4 +1,5 @@
-// Quantisation of rows, by loops that the compiler makes vectors of, once per instruction set.
+// Quantisation of rows and the reverse, by loops that the compiler makes vectors of, once per instruction
+// set.
 #include "cpu/quantise.h"
 
 #include <cstring>
@@ -30,6 +31,19 @@ inline void quantise(const T* row, int dim, float scale, i4x2* out) {
                                       portable::to_float(row[2 * i + 1]) / scale);
 }
 
+template <class T, class Q>
+inline void dequantise(const Q* numbers, int dim, float scale, T* row) {
+  for (int i = 0; i < dim; i++) row[i] = portable::from_float<T>(portable::to_float(numbers[i]) * scale);
+}
+
+template <class T>
+inline void dequantise(const i4x2* numbers, int dim, float scale, T* row) {
+  for (int i = 0; i < dim / 2; i++) {
+    row[2 * i] = portable::from_float<T>(portable::first_of(numbers[i]) * scale);
+    row[2 * i + 1] = portable::from_float<T>(portable::second_of(numbers[i]) * scale);
+  }
+}
+
 template <class T>
 inline uint32_t greatest_bits(const T* row, int dim) {
   uint32_t greatest = 0;
@@ -42,8 +56,11 @@ inline uint32_t greatest_bits(const T* row, int dim) {
 }
 
 // Clones are of plain functions.
-#define PAGED_OPS_QUANTISE(T, Q) \
-  PAGED_OPS_CLONES void run(const T* row, int dim, float scale, Q* out) { quantise(row, dim, scale, out); }
+#define PAGED_OPS_QUANTISE(T, Q)                                                                            \
+  PAGED_OPS_CLONES void run(const T* row, int dim, float scale, Q* out) { quantise(row, dim, scale, out); } \
+  PAGED_OPS_CLONES void run(const Q* numbers, int dim, float scale, T* row) {                               \
+    dequantise(numbers, dim, scale, row);                                                                   \
+  }
 PAGED_OPS_QUANTISE(float, f8e4m3)
 PAGED_OPS_QUANTISE(float, f8e5m2)
 PAGED_OPS_QUANTISE(float, i8)
@@ -87,6 +104,26 @@ void for_each_group(const QuantisedRows& rows, char* scale, char* numbers, F&& f
 }
 
 }  // namespace
+
+void QuantisedRows::read(void* row, DType to, int64_t block, int64_t in_block, int64_t head) const {
+  const Packs packs(cache, dim, dtype);
+  char gathered[kMaxHeadDim];  // the row out of its packs
+  char* from = row_of(cache, block, in_block, head);
+  if (!packs.plain()) {
+    packs.gather(gathered, from);
+    from = gathered;
+  }
+  char* const scales = scale.data ? row_of(scale, block, in_block, head) : nullptr;
+  dispatch<float, f16, bf16>("out", to, [&](auto t) {
+    auto* elements = static_cast<typename decltype(t)::type*>(row);
+    dispatch<f8e4m3, f8e5m2, i8, i4x2>("key_cache", dtype, [&](auto q) {
+      using Q = typename decltype(q)::type;
+      for_each_group(*this, scales, from, [&](float* own, int begin, int size, char* numbers) {
+        run(reinterpret_cast<const Q*>(numbers), size, own ? *own : scale.uniform, elements + begin);
+      });
+    });
+  });
+}
 
 void QuantisedRows::write(const void* row, DType from, int64_t block, int64_t in_block, int64_t head) const {
   const Packs packs(cache, dim, dtype);

@@ -15,6 +15,9 @@ struct QuantisedRows {
   // Scales per token are found first, and stored too: with one, the greatest finite size in its group becomes
   // the greatest number of the dtype; 1 for zeros.
   void write(const void* row, DType from, int64_t block, int64_t in_block, int64_t head) const;
+
+  // A row of `to`: numbers times scales in f32, rounded once.
+  void read(void* row, DType to, int64_t block, int64_t in_block, int64_t head) const;
 };
 
 }  // namespace paged_ops::cpu

@@ -320,9 +320,10 @@ void test_write_and_gather() {
                                3 * 24 * item, 24 * item,    num_tokens,   dtype_of<T>::value, problem.kv()};
   cpu::backend().cache_write(write, Context{});
   std::vector<int32_t> cu_seqlens(5);
-  const GatherParams gather{key_out.data(), value_out.data(),     cu_seqlens.data(), 3 * 40 * item,
-                            40 * item,      3 * 24 * item,        24 * item,         num_tokens,
-                            problem.kv(),   problem.params.tables};
+  const GatherParams gather{
+      key_out.data(),       value_out.data(), cu_seqlens.data(), 3 * 40 * item,      40 * item,
+      3 * 24 * item,        24 * item,        num_tokens,        dtype_of<T>::value, problem.kv(),
+      problem.params.tables};
   cpu::backend().gather(gather, Context{});
   CHECK(std::memcmp(key.data(), key_out.data(), key.size() * item) == 0, "keys");
   CHECK(std::memcmp(value.data(), value_out.data(), value.size() * item) == 0, "values");

@@ -6,6 +6,7 @@ import gc
 import subprocess
 import sys
 import weakref
+from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
@@ -74,8 +75,8 @@ def registered_calls(target: Target) -> dict[str, tuple[Any, ...]]:
         "write_kv_cache": (key, value, *caches, slots, None, None, None),
         "copy_blocks": (list(caches), pairs, None),
         "swap_blocks": (x.key_cache, x.value_cache, swap_pairs),
-        "gather_kv_cache": (*caches, *tables, 320, None),
-        "gather_kv_cache_out": (*caches, *tables, *rows, None),
+        "gather_kv_cache": (*caches, *tables, None, None, None, 320, None),
+        "gather_kv_cache_out": (*caches, *tables, None, None, *rows, None),
         "move_blocks": (list(caches), torch.tensor([[0, 1], [1, 2], [2, 0], [0, 3]]), None),
         "export_blocks": (list(caches), torch.tensor([2, 0]), torch.empty_like(packed)),
         "import_blocks": (packed, list(caches), torch.tensor([0, 3])),
@@ -102,7 +103,7 @@ def test_opcheck_of_varlen(target: Target) -> None:
 
 def test_opcheck_of_a_gather_of_unknown_size(target: Target) -> None:
     arguments = list(registered_calls(target)["gather_kv_cache"])
-    arguments[4] = None
+    arguments[7] = None
     with target.use():
         torch.library.opcheck(torch.ops.paged_ops.gather_kv_cache, tuple(arguments))
 
