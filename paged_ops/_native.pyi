@@ -77,6 +77,8 @@ def rope_and_write_kv_cache(
     positions: Any,
     cos_sin_cache: Any,
     interleaved: bool,
+    k_scale: Any | None,
+    v_scale: Any | None,
     query_out: Any | None,
     check: bool,
 ) -> Any: ...

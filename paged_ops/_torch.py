@@ -191,7 +191,8 @@ _TABLE: tuple[tuple[str, Callable[..., Any], Callable[..., Any]], ...] = (
     (
         "rope_and_write_kv_cache(Tensor query, Tensor key, Tensor value, Tensor(a!) key_cache, "
         "Tensor(b!) value_cache, Tensor slot_mapping, Tensor positions, Tensor cos_sin_cache, "
-        "bool interleaved, Tensor(c!) query_out, bool? check) -> ()",
+        "bool interleaved, Tensor(c!)? k_scale, Tensor(d!)? v_scale, Tensor(e!) query_out, "
+        "bool? check) -> ()",
         _rope_and_write,
         _nothing,
     ),
@@ -396,13 +397,16 @@ class _TracedOps:
         positions: Any,
         cos_sin_cache: Any,
         interleaved: bool,
+        k_scale: Any,
+        v_scale: Any,
         query_out: Any,
         check: bool | None,
     ) -> Any:
         tensors = query, key, value, key_cache, value_cache, slot_mapping, positions, cos_sin_cache
         if query_out is None:
             query_out = query.new_empty(query.shape)
-        torch.ops.paged_ops.rope_and_write_kv_cache(*tensors, interleaved, query_out, check)
+        scales = _scale_tensors(key, k_scale, v_scale)
+        torch.ops.paged_ops.rope_and_write_kv_cache(*tensors, interleaved, *scales, query_out, check)
         return query_out
 
     @staticmethod

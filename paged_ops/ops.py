@@ -448,6 +448,8 @@ def rope_and_write_kv_cache(
     cos_sin_cache: Any,
     *,
     interleaved: bool = False,
+    k_scale: Any = None,
+    v_scale: Any = None,
     query_out: Any = None,
     check: bool | None = None,
 ) -> Any:
@@ -456,10 +458,11 @@ def rope_and_write_kv_cache(
     Rotary position embedding (Su et al. 2021, RoFormer, arXiv:2104.09864): of the first ``rotary_dim``
     elements of each row, a pair ``(x, y)`` becomes ``(x cos - y sin, y cos + x sin)``; the rest stays as it
     is. The pair's cosine and sine are those of ``cos_sin_cache`` at the token's position. Rotated in float32
-    and rounded once. The bits are those of rotating first and calling :func:`write_kv_cache` then.
+    and rounded once, before keys are quantised too. The bits are those of rotating first and calling
+    :func:`write_kv_cache` then.
 
     Args:
-        query: ``[num_tokens, num_q_heads, head_dim]``, dtype of the caches, last dimension contiguous.
+        query: ``[num_tokens, num_q_heads, head_dim]``, dtype of the key, last dimension contiguous.
         key: ``[num_tokens, num_kv_heads, head_dim]``, before rotation.
         value: ``[num_tokens, num_kv_heads, value_head_dim]``; stays as it is.
         key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, written in place.
@@ -470,6 +473,7 @@ def rope_and_write_kv_cache(
             pairs, then their sines. rotary_dim is even and at most head_dim.
         interleaved: False pairs element ``i`` with ``i + rotary_dim / 2`` (GPT-NeoX, Llama in Hugging Face's
             form), True ``2 i`` with ``2 i + 1`` (GPT-J, Llama in Meta's).
+        k_scale, v_scale: of quantised caches (not on CUDA yet), as in :func:`write_kv_cache`.
         query_out: where the rotated queries go, shaped as ``query``; may be ``query`` itself. Allocated when
             None.
         check: check slots and positions first; always on for the CPU.
@@ -480,10 +484,10 @@ def rope_and_write_kv_cache(
     if _compiling(query):
         return _torch_ops.rope_and_write(
             query, key, value, key_cache, value_cache, slot_mapping, positions, cos_sin_cache,
-            interleaved, query_out, check,
+            interleaved, k_scale, v_scale, query_out, check,
         )  # fmt: skip
     check = _backend.check_by_default if check is None else _flag("check", check)
     return _backend.module.rope_and_write_kv_cache(
         query, key, value, key_cache, value_cache, slot_mapping, positions, cos_sin_cache,
-        _flag("interleaved", interleaved), query_out, check,
+        _flag("interleaved", interleaved), k_scale, v_scale, query_out, check,
     )  # fmt: skip

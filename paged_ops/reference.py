@@ -507,13 +507,15 @@ def rope_and_write_kv_cache(
     cos_sin_cache: ArrayLike,
     *,
     interleaved: bool = False,
+    k_scale: Any = None,
+    v_scale: Any = None,
 ) -> F64:
-    """`rope` of query and key; the key and the value then go where `write_kv_cache` puts them.
+    """`rope` of query and key; the key, rounded to its dtype, and the value then go to `write_kv_cache`.
 
-    query `[num_tokens, num_q_heads, Dk]`, key, value and slot_mapping as there -> the rotated query
+    query `[num_tokens, num_q_heads, Dk]`, key, value, slot_mapping and scales as there -> the rotated query
     """
-    turned = rope(key, positions, cos_sin_cache, interleaved=interleaved).astype(key_cache.dtype)
-    write_kv_cache(turned, value, key_cache, value_cache, slot_mapping)
+    turned = rope(key, positions, cos_sin_cache, interleaved=interleaved).astype(np.asarray(key).dtype)
+    write_kv_cache(turned, value, key_cache, value_cache, slot_mapping, k_scale=k_scale, v_scale=v_scale)
     return rope(query, positions, cos_sin_cache, interleaved=interleaved)
 
 

@@ -32,8 +32,8 @@ py::tuple merge_attention_states(py::handle out_a, py::handle lse_a, py::handle 
 // query_out None = allocated. Returns it.
 py::object rope_and_write_kv_cache(py::handle query, py::handle key, py::handle value, py::handle key_cache,
                                    py::handle value_cache, py::handle slot_mapping, py::handle positions,
-                                   py::handle cos_sin_cache, bool interleaved, py::object query_out,
-                                   bool check);
+                                   py::handle cos_sin_cache, bool interleaved, py::handle k_scale,
+                                   py::handle v_scale, py::object query_out, bool check);
 
 // Why this combination is refused, or an empty string.
 std::string refusal_text(const std::string& dtype, const std::string& cache_dtype, int64_t num_q_heads,

@@ -1,4 +1,6 @@
 // Binding of rotary position embedding fused with the write of keys and values.
+#include <optional>
+
 #include "bind/call.h"
 #include "bind/ops.h"
 
@@ -6,11 +8,11 @@ namespace paged_ops::bind {
 
 namespace {
 
-void require_queries(const Array& queries, const Array& key, const PagedKV& kv) {
+void require_queries(const Array& queries, const Array& key, const CacheWriteParams& w) {
   queries.require_ndim(3, "[num_tokens, num_q_heads, head_dim]");
-  queries.require_dtype(kv.dtype);
+  queries.require_dtype(w.dtype);
   queries.require_shape(0, key.shape(0), "num_tokens, as in key");
-  queries.require_shape(2, kv.key_head_dim, "as in key_cache");
+  queries.require_shape(2, w.kv.key_head_dim, "as in key_cache");
   queries.require_last_contiguous();
 }
 
@@ -19,8 +21,8 @@ void require_queries(const Array& queries, const Array& key, const PagedKV& kv) 
 py::object rope_and_write_kv_cache(py::handle query_in, py::handle key_in, py::handle value_in,
                                    py::handle key_cache_in, py::handle value_cache_in,
                                    py::handle slot_mapping_in, py::handle positions_in,
-                                   py::handle cos_sin_cache_in, bool interleaved, py::object query_out_in,
-                                   bool check) {
+                                   py::handle cos_sin_cache_in, bool interleaved, py::handle k_scale_in,
+                                   py::handle v_scale_in, py::object query_out_in, bool check) {
   const Array query(query_in, "query");
   const Array key(key_in, "key");
   const Array value(value_in, "value");
@@ -33,13 +35,13 @@ py::object rope_and_write_kv_cache(py::handle query_in, py::handle key_in, py::h
   RopeWriteParams p{};
   CacheWriteParams& w = p.write;
   w.kv = paged_kv(key_cache, value_cache);
-  if (is_quantised(w.kv.dtype))
-    fail<TypeError>("key_cache: dtype is ", key_cache.dtype_name(),
-                    ", wanted float32, float16 or bfloat16: this op has no scales");
-  require_supported(key_cache, w.kv.dtype, w.kv.num_kv_heads, w.kv);
-  w.dtype = w.kv.dtype;
+  w.dtype = is_quantised(w.kv.dtype) ? key.dtype() : w.kv.dtype;
+  require_supported(is_quantised(w.kv.dtype) ? key : key_cache, w.dtype, w.kv.num_kv_heads, w.kv);
   fill_rows(w, key, value, slot_mapping);
-  require_queries(query, key, w.kv);
+  std::optional<Array> k_scale, v_scale;
+  w.kv.key_scale = scale_view(k_scale, k_scale_in, "k_scale", key_cache, true);
+  w.kv.value_scale = scale_view(v_scale, v_scale_in, "v_scale", value_cache, true);
+  require_queries(query, key, w);
   positions.require_ndim(1, "[num_tokens]");
   if (!positions.is(DType::i32) && !positions.is(DType::i64))
     fail<TypeError>("positions: dtype is ", positions.dtype_name(), ", wanted int64 or int32");
@@ -56,15 +58,22 @@ py::object rope_and_write_kv_cache(py::handle query_in, py::handle key_in, py::h
                     "cos_sin_cache: has no positions, wanted at least one row");
 
   if (query_out_in.is_none())
-    query_out_in = empty_like(query, {query.shape(0), query.shape(1), query.shape(2)}, name(w.kv.dtype));
+    query_out_in = empty_like(query, {query.shape(0), query.shape(1), query.shape(2)}, name(w.dtype));
   const Array query_out(query_out_in, "query_out", Array::Use::output);
-  require_queries(query_out, key, w.kv);
+  require_queries(query_out, key, w);
   query_out.require_shape(1, query.shape(1), "num_q_heads, as in query");
   for (const Array* array : {&query, &key, &value, &slot_mapping, &positions, &cos_sin, &query_out})
     array->require_same_device(key_cache);
   require_same_or_apart(query_out, query);
-  require_apart({&key_cache, &value_cache, &query_out}, {&key, &value, &slot_mapping, &positions, &cos_sin});
-  require_apart({&key_cache, &value_cache}, {&query});
+  const auto given = [](const std::optional<Array>& array, bool wanted) {
+    return array && wanted ? &*array : nullptr;
+  };
+  const bool writes_k = w.kv.key_scale.per_token, writes_v = w.kv.value_scale.per_token;
+  const Array *const k_scales = given(k_scale, writes_k), *const v_scales = given(v_scale, writes_v);
+  require_apart({&key_cache, &value_cache, &query_out, k_scales, v_scales},
+                {&key, &value, &slot_mapping, &positions, &cos_sin, given(k_scale, !writes_k),
+                 given(v_scale, !writes_v)});
+  require_apart({&key_cache, &value_cache, k_scales, v_scales}, {&query});
 
   p.query = query.data();
   p.query_out = query_out.data();
@@ -82,7 +91,9 @@ py::object rope_and_write_kv_cache(py::handle query_in, py::handle key_in, py::h
   p.rotary_dim = int32_t(rotary_dim);
   p.interleaved = interleaved;
 
-  const bool recording = require_no_gradient({&query, &key, &value, &key_cache, &value_cache, &query_out});
+  const auto or_key = [&](const std::optional<Array>& array) { return array ? &*array : &key; };
+  const bool recording = require_no_gradient(
+      {&query, &key, &value, &key_cache, &value_cache, &query_out, or_key(k_scale), or_key(v_scale)});
   const Backend& backend = backend_for(key_cache);
   const Context context = context_for(key_cache, check);
   if (p.num_tokens == 0) return query_out_in;
@@ -90,7 +101,7 @@ py::object rope_and_write_kv_cache(py::handle query_in, py::handle key_in, py::h
     const WithoutGil no_gil;
     backend.rope_write(p, context);
   }
-  if (recording) count_writes({&key_cache, &value_cache, &query_out});
+  if (recording) count_writes({&key_cache, &value_cache, &query_out, k_scales, v_scales});
   return query_out_in;
 }
 

@@ -7,6 +7,7 @@
 #include <string.h>
 
 #include "core/dtype.h"
+#include "cpu/quantise.h"
 
 namespace paged_ops::cpu::avx2 {
 // clang-format off: each needs those before it

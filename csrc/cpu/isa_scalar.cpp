@@ -3,6 +3,7 @@
 
 #include "core/dtype.h"
 #include "cpu/kernels.h"
+#include "cpu/quantise.h"
 
 namespace paged_ops::cpu::scalar {
 // clang-format off: each needs those before it

@@ -88,10 +88,12 @@ void rope_write(const RopeWriteParams& p, int32_t token_begin, int32_t token_end
   const auto row = [](const void* base, int64_t offset) {
     return reinterpret_cast<T*>(static_cast<char*>(const_cast<void*>(base)) + offset);
   };
+  const QuantisedRows keys{w.kv.key, w.kv.key_scale, w.kv.dtype, w.kv.key_head_dim};
+  const QuantisedRows values{w.kv.value, w.kv.value_scale, w.kv.dtype, w.kv.value_head_dim};
   Rotation<T> rotation(p.rotary_dim, w.kv.key_head_dim, p.interleaved);
   const Packs key_packs(w.kv.key, w.kv.key_head_dim, w.kv.dtype);
   const Packs value_packs(w.kv.value, w.kv.value_head_dim, w.kv.dtype);
-  T turned[kMaxHeadDim];  // of a key on its way to packs
+  T turned[kMaxHeadDim];  // a key on its way to packs or numbers
   for (int64_t token = token_begin; token < token_end; token++) {
     const int64_t position = p.wide_positions ? static_cast<const int64_t*>(p.positions)[token]
                                               : static_cast<const int32_t*>(p.positions)[token];
@@ -107,14 +109,20 @@ void rope_write(const RopeWriteParams& p, int32_t token_begin, int32_t token_end
                  block * cache.stride_block + in_block * cache.stride_token + head * cache.stride_head);
     };
     for (int64_t head = 0; head < w.kv.num_kv_heads; head++) {
-      T* const key = place(w.kv.key, head);
-      rotation(key_packs.plain() ? key : turned,
-               row(w.key, token * w.key_stride_token + head * w.key_stride_head));
+      const T* const key = row(w.key, token * w.key_stride_token + head * w.key_stride_head);
+      const T* const value = row(w.value, token * w.value_stride_token + head * w.value_stride_head);
+      if (is_quantised(w.kv.dtype)) {
+        rotation(turned, key);
+        keys.write(turned, w.dtype, block, in_block, head);
+        values.write(value, w.dtype, block, in_block, head);
+        continue;
+      }
+      T* const to = place(w.kv.key, head);
+      rotation(key_packs.plain() ? to : turned, key);
       if (!key_packs.plain())
-        key_packs.scatter(reinterpret_cast<char*>(key), reinterpret_cast<const char*>(turned));
+        key_packs.scatter(reinterpret_cast<char*>(to), reinterpret_cast<const char*>(turned));
       value_packs.scatter(reinterpret_cast<char*>(place(w.kv.value, head)),
-                          reinterpret_cast<const char*>(
-                              row(w.value, token * w.value_stride_token + head * w.value_stride_head)));
+                          reinterpret_cast<const char*>(value));
     }
   }
 }

@@ -15,11 +15,11 @@ void rope_write(const RopeWriteParams& p, const Context&) {
                                int64_t(kv.num_kv_heads) * kv.value_head_dim;
   constexpr int32_t kTokensPerTask = 16;
   const int64_t num_tasks = (int64_t(p.num_tokens) + kTokensPerTask - 1) / kTokensPerTask;
-  const int64_t nbytes = 2 * p.num_tokens * row_elements * itemsize(kv.dtype);
+  const int64_t nbytes = 2 * p.num_tokens * row_elements * itemsize(p.write.dtype);
   parallel_for(num_tasks, threads_for(nbytes), [&](int64_t task) {
     const int32_t begin = int32_t(task) * kTokensPerTask;
     const int32_t end = p.num_tokens - begin < kTokensPerTask ? p.num_tokens : begin + kTokensPerTask;
-    kernels.rope_write[int(kv.dtype)](p, begin, end);
+    kernels.rope_write[int(p.write.dtype)](p, begin, end);
   });
 }
 

@@ -13,6 +13,8 @@
 namespace paged_ops::launch {
 
 void rope_write(const RopeWriteParams& p, const Context& context) {
+  PAGED_OPS_REQUIRE(!is_quantised(p.write.kv.dtype), "key_cache: is ", name(p.write.kv.dtype),
+                    ", not on this backend yet");
   if (p.num_tokens == 0) return;
   const DeviceGuard guard(context.device);
   const auto stream = static_cast<cudaStream_t>(context.stream);

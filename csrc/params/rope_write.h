@@ -6,7 +6,8 @@ namespace paged_ops {
 
 // Rotary position embedding: of the first `rotary_dim` elements of a row, element pairs (x, y) become
 // (x cos - y sin, y cos + x sin), with the pair's cos and sin of the token's position; the rest stays.
-// Queries go to `query_out`, which may be `query` itself; keys go straight to their slots.
+// Queries go to `query_out`, which may be `query` itself; keys go straight to their slots, of a quantised
+// cache when they have been rounded to their dtype.
 struct RopeWriteParams {
   CacheWriteParams write;  // the keys to rotate, the values, and where they go; its num_tokens may be fewer
   const void* query;       // [num_tokens, num_q_heads, key_head_dim]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -89,6 +90,73 @@ def test_bits_are_those_of_two_steps(ops: HostOps, case: tuple[Case, dict[str, A
     require_same_bits("query_out", rope(query), fused)
     require_same_memory("key_cache", two.key_cache, one.key_cache)
     require_same_memory("value_cache", two.value_cache, one.value_cache)
+
+
+def quantised_cases(target: Target) -> list[tuple[Case, dict[str, Any]]]:
+    """All forms of scales, in turns over the widths."""
+    kinds = [(name, scales) for name in arrays.EIGHT_BITS for scales in ("number", "tensor", "head", "token")]
+    cases = []
+    for i, (case, options) in enumerate(rope_cases(target)):
+        if i % 4 == 3:
+            quantised: dict[str, Any] = {"cache_dtype": "int4", "scale_groups": (8, case.dim_value)}
+        else:
+            quantised = dict(zip(("cache_dtype", "scales"), kinds[i % len(kinds)], strict=True))
+        cases.append((replace(case, **quantised), options))
+    return cases
+
+
+@pytest.mark.grid(cases=quantised_cases)
+def test_quantised_bits_are_those_of_two_steps(ops: HostOps, case: tuple[Case, dict[str, Any]]) -> None:
+    """Keys rotated and rounded to their dtype, then written: numbers, scales and all around them."""
+    if ops.target.backend != "cpu":
+        pytest.skip("rotating into quantised caches is the CPU backend's so far")
+    which, options = case[0], dict(case[1])
+    interleaved = options.pop("interleaved")
+    in_place = options.pop("in_place")
+    query, key, value, slots, positions, table = rows_to_rotate(which, **options)
+    one, two = build(which), build(which)
+    plain = build(replace(which, cache_dtype=None, scales="number", scale_groups=None))
+    nowhere = np.full(len(key), -1)
+
+    def rope(rows: np.ndarray) -> Any:
+        caches = plain.key_cache, plain.value_cache
+        return ops.rope_and_write_kv_cache(
+            rows, key, value, *caches, nowhere, positions, table, interleaved=interleaved
+        )
+
+    turned, turned_query = rope(key), rope(query)
+    for inputs in (one, two):
+        scales = {"k_scale": inputs.k_scale, "v_scale": inputs.v_scale}
+        caches = inputs.key_cache, inputs.value_cache
+        if inputs is two:
+            ops.write_kv_cache(turned, value, *caches, slots, **scales)
+            continue
+        fused = ops.rope_and_write_kv_cache(
+            query, key, value, *caches, slots, positions, table,
+            interleaved=interleaved, query_out=query if in_place else None, **scales,
+        )  # fmt: skip
+    require_same_bits("query_out", turned_query, fused)
+    for name in ("key_cache", "value_cache", "k_scale", "v_scale"):
+        if isinstance(wanted := getattr(two, name), np.ndarray):
+            require_same_memory(name, wanted, getattr(one, name))
+
+
+def test_quantised_keys_are_the_oracles(ops: HostOps) -> None:
+    """By a quarter, where rotation is exact: key, scale and value bit for bit."""
+    if ops.target.backend != "cpu":
+        pytest.skip("rotating into quantised caches is the CPU backend's so far")
+    case = Case((0, 5, 33), dtype="float16", num_q_heads=6, cache_dtype="int4", scale_groups=(16, 8))
+    query, key, value, slots, positions, table = rows_to_rotate(case, 32)
+    table[:, :16], table[:, 16:] = 0, 1
+    wanted, actual = build(case), build(case)
+    for inputs, run in ((wanted, reference), (actual, ops)):
+        with np.errstate(invalid="ignore"):  # infinities times 0
+            run.rope_and_write_kv_cache(
+                query, key, value, inputs.key_cache, inputs.value_cache, slots, positions, table,
+                k_scale=inputs.k_scale, v_scale=inputs.v_scale,
+            )  # fmt: skip
+    for name in ("key_cache", "value_cache", "k_scale", "v_scale"):
+        require_same_memory(name, getattr(wanted, name), getattr(actual, name))
 
 
 def test_torch_tensors(target: Target) -> None:
@@ -187,6 +255,34 @@ def test_in_a_full_graph(target: Target, interleaved: bool, in_place: bool) -> N
         actual = torch.compile(layer, fullgraph=True, backend="aot_eager")(*traced)
         for a, b in zip([*wanted, *eager], [*actual, *traced], strict=True):
             assert arrays.same_bits(a, b)
+
+
+@pytest.mark.parametrize(("cache_dtype", "scales"), [("int8", "number"), ("int8", "token"), ("int4", "")])
+def test_quantised_in_a_full_graph(target: Target, cache_dtype: str, scales: str) -> None:
+    torch = pytest.importorskip("torch")
+    if target.backend != "cpu":
+        pytest.skip("rotating into quantised caches is the CPU backend's so far")
+    groups = (8, 16) if cache_dtype == "int4" else None
+    case = Case((0, 5, 33), dtype="bfloat16", cache_dtype=cache_dtype, scales=scales, scale_groups=groups)
+
+    def arguments() -> list[Any]:
+        inputs = build(case)
+        query, key, value, *rest = rows_to_rotate(case, 32)
+        scales = inputs.k_scale, inputs.v_scale
+        given = [query, key, value, inputs.key_cache, inputs.value_cache, *rest, *scales]
+        return [x if isinstance(x, float) else arrays.to_torch(x, target.device) for x in given]
+
+    def layer(*x: Any) -> Any:
+        out = paged_ops.rope_and_write_kv_cache(*x[:-2], k_scale=x[-2], v_scale=x[-1])
+        return out + 1
+
+    with target.use():
+        eager, traced = arguments(), arguments()
+        wanted = layer(*eager)
+        torch._dynamo.reset()
+        actual = torch.compile(layer, fullgraph=True, backend="aot_eager")(*traced)
+        for a, b in zip([wanted, *eager], [actual, *traced], strict=True):
+            assert isinstance(a, float) or arrays.same_bits(a, b)
 
 
 # --- bad input ------------------------------------------------------------------------------------------
@@ -306,6 +402,47 @@ def test_other_refusals(ops: HostOps) -> None:
         call = rope()
         call.arguments |= changes
         with pytest.raises(error, match=words):
+            bad.invoke(ops, call)
+
+
+def test_quantised_caches_want_scales(ops: HostOps) -> None:
+    ones: dict[str, Any] = {"k_scale": 1.0, "v_scale": 1.0}
+    cases: list[tuple[dict[str, Any], type[Exception], str]] = [
+        ({}, ValueError, "^k_scale: is None, wanted a number"),
+        ({"k_scale": 1.0}, ValueError, "^v_scale: is None, wanted a number"),
+        ({"k_scale": np.ones((5, 2, 1), np.float32), "v_scale": 1.0}, ValueError, "^k_scale: .*num_kv_heads"),
+        (ones | {"query": np.ones((3, 4, 16), np.float16)}, TypeError, "^query: dtype"),
+        (ones | {"key": np.ones((3, 2, 16), np.int8)}, ValueError, "^key: dtype"),
+    ]
+    for changes, error, words in cases:
+        call = rope()
+        for name in ("key_cache", "value_cache"):
+            call.arguments[name] = call.arguments[name].astype(np.int8)
+        call.arguments |= changes
+        with pytest.raises(error, match=words):
+            bad.invoke(ops, call)
+        assert not call.arguments["key_cache"].any()
+    call = rope()
+    call.arguments |= ones
+    with pytest.raises(ValueError, match="^k_scale: is given, and key_cache is float32"):
+        bad.invoke(ops, call)
+
+
+def test_scales_stay_apart(ops: HostOps) -> None:
+    if ops.target.device != "cpu":
+        pytest.skip("arrays lose their overlap on the way to the device")
+    scales = np.ones((5, 2, 2), np.float32)
+    for changes in (
+        {"k_scale": scales, "v_scale": scales},
+        {"k_scale": scales, "v_scale": 1.0, "cos_sin_cache": scales.reshape(-1)[:16].reshape(2, 8)},
+        {"k_scale": 1.0, "v_scale": (out := np.ones((3, 4, 16), np.float32))[0, 0, :2], "query_out": out},
+    ):
+        call = rope()
+        for name in ("key_cache", "value_cache"):
+            call.arguments[name] = call.arguments[name].astype(np.int8)
+        call.arguments |= changes
+        call.arguments["positions"] = np.zeros(3, np.int64)
+        with pytest.raises(ValueError, match="shares memory with"):
             bad.invoke(ops, call)
 
 

@@ -55,7 +55,7 @@ def rope_arguments(target: Target) -> tuple[Any, ...]:
     x = tensors_of(CASE, target)
     rows = [put(array, target) for array in rows_to_rotate(CASE, 32)]
     caches = x.key_cache, x.value_cache
-    return *rows[:3], *caches, *rows[3:], True, torch.empty_like(rows[0]), None
+    return *rows[:3], *caches, *rows[3:], True, None, None, torch.empty_like(rows[0]), None
 
 
 def registered_calls(target: Target) -> dict[str, tuple[Any, ...]]:
@@ -94,6 +94,41 @@ def test_every_registered_op_is_tested() -> None:
 def test_opcheck(target: Target, name: str) -> None:
     with target.use():
         torch.library.opcheck(getattr(torch.ops.paged_ops, name), registered_calls(target)[name])
+
+
+def calls_with_scales(case: Case, target: Target) -> dict[str, tuple[Any, ...]]:
+    """Of the ops that take scales, by name, over the quantised caches of a case."""
+    x = tensors_of(case, target)
+    rows = [put(array, target) for array in rows_to_rotate(case, 32)]
+    caches, tables = (x.key_cache, x.value_cache), (x.block_tables, x.seq_lens)
+    scales = x.k_scale, x.v_scale
+    out = torch.empty((*x.query.shape[:2], case.dim_value), dtype=x.query.dtype, device=target.device)
+    full = [torch.empty(320, 2, dim, device=target.device) for dim in (case.head_dim, case.dim_value)]
+    return {
+        "attention": (x.query, *caches, *tables, None, None, True, *[None] * 5, *scales, out, *[None] * 3),
+        "write_kv_cache": (*rows[1:3], *caches, rows[3], *scales, None),
+        "gather_kv_cache": (*caches, *tables, *scales, torch.float16, 320, None),
+        "gather_kv_cache_out": (*caches, *tables, *scales, *full, None),
+        "rope_and_write_kv_cache": (
+            *(*rows[:3], *caches, *rows[3:], True, *scales),
+            *(torch.empty_like(rows[0]), None),
+        ),
+    }
+
+
+QUANTISED = [
+    replace(CASE, cache_dtype="int8", scales="token"),
+    replace(CASE, cache_dtype="int4", scale_groups=(8, 32)),
+]
+
+
+@pytest.mark.parametrize("case", QUANTISED, ids=["8 bits", "4 bits"])
+@pytest.mark.parametrize("name", list(calls_with_scales(QUANTISED[0], Target("cpu"))))
+def test_opcheck_with_scales(target: Target, name: str, case: Case) -> None:
+    if target.backend != "cpu" and not name.startswith("gather"):
+        pytest.skip("quantised caches are the CPU backend's so far")
+    with target.use():
+        torch.library.opcheck(getattr(torch.ops.paged_ops, name), calls_with_scales(case, target)[name])
 
 
 def test_opcheck_of_varlen(target: Target) -> None:
