@@ -62,8 +62,6 @@ __device__ __forceinline__ void store_partial(const AttentionArgs& a, Row row, i
 template <int kHeadDim>
 __device__ __forceinline__ RowState<kHeadDim> fold_chunks(const AttentionArgs& a, int64_t row, int num_chunks,
                                                           int lane) {
-  // Loads in flight: what is folded has come from other multiprocessors, through L2.
-  constexpr int kUnroll = RowState<kHeadDim>::kParts <= 2 ? 16 : 4;
   RowState<kHeadDim> sum;
   const float2* states = a.partial_state + row * a.max_chunks;
   const float* outs = a.partial_out + row * a.max_chunks * a.op.kv.value_head_dim;
@@ -81,7 +79,8 @@ __device__ __forceinline__ RowState<kHeadDim> fold_chunks(const AttentionArgs& a
     if (lane == 0) before = sum.m;
     const FoldFactors mine = fold_factors(before, state.x, maximum);
     const int count = min(kWarpSize, num_chunks - first);
-#pragma unroll(kUnroll)
+// Loads in flight: what is folded has come from other multiprocessors, through L2.
+#pragma unroll(RowState<kHeadDim>::kFoldedAtOnce)
     for (int c = 0; c < count; c++) {
       const FoldFactors by{__shfl_sync(kAllLanes, mine.kept, c), __shfl_sync(kAllLanes, mine.added, c)};
       sum.l = fold(sum.l, __shfl_sync(kAllLanes, state.y, c), by);

@@ -37,6 +37,7 @@ __device__ __forceinline__ float4 fold(float4 kept, float4 added, FoldFactors by
 template <int kHeadDim>
 struct RowState {
   static constexpr int kParts = (kHeadDim + 127) / 128;
+  static constexpr int kFoldedAtOnce = kParts <= 2 ? 16 : 4;  // chunks whose loads registers have room for
   float m = -INFINITY, l = 0.f;
   float4 o[kParts] = {};
 

@@ -73,6 +73,7 @@ class RingLoader {
   // A copy covers whole 128-byte lines.
   static constexpr int kLanesPerRow = 8, kRowsOfWarp = kTileTokens / kWarps;
   static constexpr int kElementsPerPiece = 16 / int(sizeof(Element));
+  static constexpr int kUnroll = kCopy == RowCopy::asynchronous ? Slot::kPieces : 1;
   static_assert(kSlots >= 2 && Slot::proven() && Slot::kPieces % kLanesPerRow == 0);
   static_assert(kRowsOfWarp * kLanesPerRow == kWarpSize);
 
@@ -94,7 +95,6 @@ class RingLoader {
   // Rows past the end and dims past the head are zeros, and not read.
   __device__ __forceinline__ void copy_row(SharedSlot slot, const char* base, const CacheView& view,
                                            int head_dim) const {
-    constexpr int kUnroll = kCopy == RowCopy::asynchronous ? Slot::kPieces : 1;
     const char* source =
         base + unsigned(place_.block) * view.stride_block + unsigned(place_.slot) * view.stride_token;
 #pragma unroll(kUnroll)

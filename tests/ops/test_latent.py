@@ -10,7 +10,7 @@ import pytest
 
 from paged_ops import reference
 from paged_ops.testing import arrays
-from paged_ops.testing.backends import HostOps
+from paged_ops.testing.backends import HostOps, use_emulator, use_num_threads
 from paged_ops.testing.cases import Case, Inputs, build, one_sequence_per_token, select_sequences
 from paged_ops.testing.checks import check_attention, require_same_bits, require_same_memory
 from paged_ops.testing.grids import wide_cases
@@ -28,7 +28,8 @@ DECODE = Case(
     scale=192**-0.5,
 )
 VARLEN = replace(DECODE, seq_lens=(40, 530, 3, 17), q_lens=(9, 4, 3, 0))
-CASES = [replace(case, dtype=dtype) for case in (DECODE, VARLEN) for dtype in arrays.DTYPES]
+RULED = replace(VARLEN, window=100, soft_cap=8.0, alibi=True, sinks=True)
+CASES = [replace(case, dtype=dtype) for case in (DECODE, VARLEN, RULED) for dtype in arrays.DTYPES]
 calls = pytest.mark.parametrize("case", CASES, ids=str)
 
 
@@ -117,12 +118,50 @@ def test_bits_do_not_depend_on_the_batch(ops: HostOps, case: Case) -> None:
         require_same((out, lse), one_sequence_per_token(inputs).attention(ops))
 
 
+EMULATOR_SETTINGS: list[dict[str, Any]] = [
+    {"order": "reverse", "workers": 2, "multiprocessors": 1},
+    {"order": "random", "landing": "random", "seed": 1, "multiprocessors": 2},
+    {"order": "forward", "landing": "at_once", "multiprocessors": 5},
+]
+
+
+@pytest.mark.parametrize("latent", [True, False])
+@calls
+def test_bits_do_not_depend_on_who_does_what(ops: HostOps, case: Case, latent: bool) -> None:
+    """Threads, or the emulator's chips and schedules: chunks are shared or not, copies land early or late."""
+    inputs = build(case)
+    if not latent:
+        inputs = replace(inputs, value_cache=inputs.value_cache.copy())
+    wanted = inputs.attention(ops)
+    if ops.target.backend == "cpu":
+        for num_threads in (1, 2, 5):
+            with use_num_threads(num_threads):
+                require_same(wanted, inputs.attention(ops))
+    elif ops.target.backend == "emulated":
+        for settings in EMULATOR_SETTINGS:
+            with use_emulator(**settings):
+                require_same(wanted, inputs.attention(ops))
+
+
+@calls
+def test_bits_do_not_depend_on_the_layout(ops: HostOps, case: Case) -> None:
+    """Rows that no wide copy can take."""
+    inputs = build(case)
+    wide = np.full((*inputs.key_cache.shape[:3], LATENT + ROTATED + 3), np.nan, inputs.key_cache.dtype)
+    keys = wide[..., 1 : LATENT + ROTATED + 1]
+    keys[...] = inputs.key_cache
+    for values in (keys[..., :LATENT], inputs.value_cache):
+        moved = replace(inputs, key_cache=keys, value_cache=values)
+        require_same(inputs.attention(ops), moved.attention(ops))
+
+
 @calls
 def test_bits_do_not_depend_on_the_other_heads(ops: HostOps, case: Case) -> None:
     inputs = build(case)
     out, lse = inputs.attention(ops)
     for heads in (slice(0, 1), slice(3, 12)):
-        part = replace(inputs, query=inputs.query[:, heads])
+        rules = {n: x[heads] for n in ("alibi_slopes", "sinks") if (x := getattr(inputs, n)) is not None}
+        part = replace(inputs, query=inputs.query[:, heads], **rules)
         require_same((out[:, heads], lse[:, heads]), part.attention(ops))
 
 
