@@ -135,7 +135,7 @@ class Case:
 
     def __post_init__(self) -> None:
         assert self.num_q_heads % self.num_kv_heads == 0 and self.layout in LAYOUTS | PACKED_LAYOUTS
-        assert not self.latent or (self.dim_value <= self.head_dim and self.cache_dtype != "int4")
+        assert not self.latent or self.dim_value <= self.head_dim
         assert self.q_lens is None or len(self.q_lens) == len(self.seq_lens)
         assert self.q_lens is not None or self.padding == 0
         assert (self.cache_dtype == "int4") == (self.scale_groups is not None)
@@ -238,7 +238,8 @@ def build(case: Case) -> Inputs:
     )
     k_scale, v_scale = (_scales(case, num_blocks, which, rng) for which in range(2))
     if case.latent:
-        value_cache, v_scale = key_cache[..., : case.dim_value], k_scale
+        value_cache = key_cache[..., : dims[1]]
+        v_scale = k_scale if case.scale_groups is None else k_scale[..., : v_scale.shape[-1]]
     block_tables = _tables(case, used, rng.permutation(num_blocks))
 
     # Each KV head has a direction of +-1s that the queries of its group lean to. A key gets a logit of
@@ -262,10 +263,11 @@ def build(case: Case) -> Inputs:
                 cache[blocks, offsets] = rows.astype(dtype).reshape(seq_len, *cache.shape[2:])
         else:
             slots = blocks.astype(np.int64) * case.block_size + offsets
-            scales = {"k_scale": k_scale, "v_scale": v_scale}
-            written = (values, value_cache) if not case.latent else (values[..., :0], key_cache[..., :0])
-            scales |= {"v_scale": 1.0} if case.latent else {}  # the values come with the keys
-            reference.write_kv_cache(keys, written[0], key_cache, written[1], slots, **scales)
+            # Where they share memory the values come with the keys.
+            value_parts = (value_cache.copy(), np.copy(v_scale)) if case.latent else (value_cache, v_scale)
+            reference.write_kv_cache(
+                keys, values, key_cache, value_parts[0], slots, k_scale=k_scale, v_scale=value_parts[1]
+            )
 
     query = query.astype(dtype)
     if case.strided:

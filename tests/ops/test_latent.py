@@ -194,10 +194,10 @@ def test_write_in_two_parts(ops: HostOps, dtype: str) -> None:
     require_same_bits("cache", wanted, cache)
 
 
-@pytest.mark.parametrize("cache_dtype", arrays.CACHE_DTYPES)
+@pytest.mark.parametrize("cache_dtype", arrays.EIGHT_BITS)
 @pytest.mark.parametrize("dtype", arrays.DTYPES)
 def test_quantised(ops: HostOps, dtype: str, cache_dtype: str) -> None:
-    """Written in two parts with one scale, and read with it. The grid's own form: all kinds of scales."""
+    """Written in two parts with one scale; read with scales of all kinds."""
     if ops.target.backend != "cpu":
         pytest.skip("quantised caches are the CPU backend's so far")
     case = replace(DECODE, dtype=dtype)
@@ -208,6 +208,34 @@ def test_quantised(ops: HostOps, dtype: str, cache_dtype: str) -> None:
         for base in (DECODE, VARLEN):
             case = replace(base, dtype=dtype, cache_dtype=cache_dtype, scales=scales, num_q_heads=20)
             check_attention(lambda inputs: inputs.attention(ops), case)
+
+
+@pytest.mark.parametrize("group", [8, 64])
+@pytest.mark.parametrize("dtype", arrays.DTYPES)
+def test_int4(ops: HostOps, dtype: str, group: int) -> None:
+    """Scales of groups are the parts' own: a cache written in two parts is as one written whole."""
+    if ops.target.backend != "cpu":
+        pytest.skip("quantised caches are the CPU backend's so far")
+    rng = np.random.default_rng(4)
+    rows = rng.standard_normal((50, 1, LATENT + ROTATED)).astype(arrays.DTYPES[dtype])
+    slots = rng.permutation(9 * 16)[:50].astype(np.int64)
+
+    def write(ops: Any, cache: Any, scale: Any, cut: int) -> None:
+        bytes_cut, groups_cut = cut // 2, cut // group
+        ops.write_kv_cache(
+            rows[..., :cut], rows[..., cut:], cache[..., :bytes_cut], cache[..., bytes_cut:], slots,
+            k_scale=scale[..., :groups_cut], v_scale=scale[..., groups_cut:],
+        )  # fmt: skip
+
+    caches = [np.zeros((9, 16, 1, (LATENT + ROTATED) // 2), np.uint8) for _ in range(2)]
+    scales = [np.ones((9, 16, 1, (LATENT + ROTATED) // group), np.float32) for _ in range(2)]
+    write(reference, caches[0], scales[0], LATENT)
+    write(ops, caches[1], scales[1], LATENT)
+    require_same_bits("cache", *caches)
+    require_same_bits("scale", *scales)
+    for base in (DECODE, VARLEN):
+        case = replace(base, dtype=dtype, cache_dtype="int4", scale_groups=(group, group), num_q_heads=20)
+        check_attention(lambda inputs: inputs.attention(ops), case)
 
 
 def test_gather(ops: HostOps) -> None:
