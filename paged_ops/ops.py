@@ -7,8 +7,8 @@ Common shapes::
     key_cache     [num_blocks, block_size, num_kv_heads, head_dim]   as query, or float8_e4m3fn, float8_e5m2,
                                                                      int8, or two int4 in each element of
                                                                      uint8 [..., head_dim / 2]; any strides,
-                                                                     or head dims in packs of x, [..., head_dim
-                                                                     / x, x]
+                                                                     or head dims in packs of x,
+                                                                     [..., head_dim / x, x]
     value_cache   the same; its head_dim may differ
     block_tables  [num_seqs, max_blocks_per_seq]                     int32
     seq_lens      [num_seqs]                                         int32

@@ -40,7 +40,7 @@ def packed_cases(target: Target) -> list[Case]:
     """Pairs of every two of what says how rows lie and what becomes of them."""
     axes = {
         "dtype": tuple(arrays.DTYPES),
-        "dims": ((8, 8), (64, 64), (128, 128), (256, 256), (40, 80), (72, 24)),
+        "dims": ((8, 8), (64, 64), (128, 128), (256, 256), (40, 80), (72, 24), (264, 320)),
         "layout": tuple(PACKED_LAYOUTS),
         "block_size": (1, 3, 8, 16, 40),
         "group": (1, 3, 8, 40),  # rows share a tile, are unpacked once
@@ -53,8 +53,10 @@ def packed_cases(target: Target) -> list[Case]:
     for seed, row in enumerate(covering(axes, seed=11)):
         head_dim, value_head_dim = row.pop("dims")
         group, varlen = row.pop("group"), row.pop("varlen")
-        if row["cache_dtype"] is None:
+        if row["cache_dtype"] in (None, "int4"):
             row["scales"] = "number"
+        if row["cache_dtype"] == "int4":
+            row["scale_groups"] = (8, value_head_dim)
         case = Case(
             (1, 0, 37, 70, 16),
             (1, 0, 5, 9, 2) if varlen else None,
@@ -129,6 +131,21 @@ def test_one_of_both(ops: HostOps, layout: str, which: str) -> None:
     expected(case).check(*mixed.attention(ops))
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+def test_values_in_the_memory_of_packed_keys(ops: HostOps, dtype: str) -> None:
+    """Latent attention: values are the first packs of the keys."""
+    case = Case((70, 9), (5, 1), dtype, 16, 1, 576, 512, latent=True)
+    inputs = build(case)
+    blocks, size, heads, dim = inputs.key_cache.shape
+    key = arrays.filled((blocks, heads, dim // 8, size, 8), inputs.query.dtype).transpose(0, 3, 1, 2, 4)
+    key[...] = inputs.key_cache.reshape(key.shape)
+    given = replace(inputs, key_cache=key, value_cache=key[..., :64, :])
+    expected(case).check(*given.attention(ops))
+    other = replace(given, value_cache=given.value_cache.copy("K"))
+    for name, a, b in zip(("out", "lse"), given.attention(ops), other.attention(ops), strict=True):
+        require_same_bits(name, a, b)
+
+
 @pytest.mark.parametrize("x", [1, 2, 4, 8, 16, 32, 64])
 @pytest.mark.parametrize("dtype", arrays.DTYPES)
 def test_packs_of_any_size(ops: HostOps, dtype: str, x: int) -> None:
@@ -155,10 +172,13 @@ def test_packs_of_any_size(ops: HostOps, dtype: str, x: int) -> None:
 @pytest.mark.parametrize("cache_dtype", [None, *arrays.CACHE_DTYPES])
 def test_what_was_written_is_attended_to(ops: HostOps, cache_dtype: str | None) -> None:
     """vLLM's layouts from an engine's side: fill a NaN cache through the ops, then ask."""
-    case = Case((33, 5, 70), None, "bfloat16", 8, 2, 128, layout="vLLM", cache_dtype=cache_dtype)
-    full, empty = build(case), build(replace(case, seq_lens=(33, 5, 70), seed=0))
+    case = Case(
+        (33, 5, 70), None, "bfloat16", 8, 2, 128, layout="vLLM", cache_dtype=cache_dtype,
+        scale_groups=(32, 64) if cache_dtype == "int4" else None,
+    )  # fmt: skip
+    full, empty = build(case), build(case)
     for cache in (empty.key_cache, empty.value_cache):
-        cache[...] = np.nan if cache_dtype != "int8" else -128
+        cache[...] = {"int8": -128, "int4": 0x88}.get(cache_dtype or "", np.nan)
     rng = np.random.default_rng(1)
     tokens = sum(case.seq_lens)
     key, value = (rng.standard_normal((tokens, 2, 128)).astype(full.query.dtype) for _ in range(2))
@@ -168,8 +188,8 @@ def test_what_was_written_is_attended_to(ops: HostOps, cache_dtype: str | None) 
             for s, n in enumerate(case.seq_lens)
         ]
     )
-    scales = {} if cache_dtype is None else {"k_scale": full.k_scale, "v_scale": full.v_scale}
     for inputs, run in ((empty, ops), (full, reference)):
+        scales = {} if cache_dtype is None else {"k_scale": inputs.k_scale, "v_scale": inputs.v_scale}
         run.write_kv_cache(key, value, inputs.key_cache, inputs.value_cache, slots, **scales)
     from paged_ops.testing.tolerance import expected_attention
 
