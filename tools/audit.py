@@ -155,6 +155,7 @@ CLAIMS = [
     ),
     Claim(r"(gather|cache_write)_kernel<.*, PackedRows>", "head dims in packs: as wide as these allow"),
     Claim(r"merge_states_kernel<", "a pass over two outputs"),
+    Claim(r"gather_scaled_kernel<", "by element"),
     Claim(r"rope_write_kernel<", "four pairs per thread where alignment allows, and one into packs"),
     Claim(r"(cu_seqlens|work_list)_kernel", "one CTA"),
     Claim(r"check_\w+_kernel", "only with check=True"),

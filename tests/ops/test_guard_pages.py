@@ -18,7 +18,7 @@ import pytest
 from paged_ops.testing import arrays
 from paged_ops.testing.backends import HostOps, Target, available_targets
 from paged_ops.testing.cases import LAYOUTS, PACKED_LAYOUTS, Case, build
-from paged_ops.testing.checks import block_pairs, expected, merge_states, rows_to_write
+from paged_ops.testing.checks import block_pairs, expected, merge_states, rows_to_rotate, rows_to_write
 
 PAGE = mmap.PAGESIZE
 PROT_NONE = 0
@@ -42,10 +42,11 @@ class GuardedMemory:
             status = self.libc.mprotect(ctypes.c_void_p(memory.ctypes.data + guard), PAGE, PROT_NONE)
             assert status == 0, ctypes.get_errno()
         begin = PAGE + (size - storage.nbytes if self.at_end else 0)
-        copy = memory[begin : begin + storage.nbytes].view(storage.dtype)
-        copy[...] = storage
+        integers = f"u{array.itemsize}"  # not all of ml_dtypes go through NumPy's array interface
+        copy = memory[begin : begin + storage.nbytes].view(integers)
+        copy[...] = storage.view(integers)
         offset = (array.ctypes.data - storage.ctypes.data) // array.itemsize
-        return np.lib.stride_tricks.as_strided(copy[offset:], array.shape, array.strides)
+        return np.lib.stride_tricks.as_strided(copy[offset:], array.shape, array.strides).view(array.dtype)
 
 
 def run(ops: HostOps) -> None:
@@ -89,6 +90,45 @@ def run(ops: HostOps) -> None:
         ops.merge_attention_states(*states, out=guarded(states[0].copy()), lse=guarded(states[1].copy()))
 
 
+def run_quantised(ops: HostOps) -> None:
+    """The ops that take scales, with one per token, or per group of int4."""
+    layouts, block_sizes = itertools.cycle(LAYOUTS), itertools.cycle((1, 5, 16))
+    on_cpu = ops.target.backend == "cpu"
+    dims = [(8, 8), (40, 24), (72, 128)] if on_cpu else [(40, 24)]
+    for at_end, dtype, cache_dtype, (head_dim, value_head_dim), q_lens in itertools.product(
+        (True, False), arrays.DTYPES, arrays.CACHE_DTYPES, dims, (None, (1, 3, 0, 9))
+    ):
+        guarded = GuardedMemory(at_end=at_end)
+        case = Case(
+            (1, 16, 0, 33),
+            q_lens,
+            dtype=dtype,
+            num_q_heads=6,
+            head_dim=head_dim,
+            value_head_dim=value_head_dim,
+            block_size=next(block_sizes),
+            layout=next(layouts),
+            cache_dtype=cache_dtype,
+            scales="token",
+            scale_groups=(8, value_head_dim) if cache_dtype == "int4" else None,
+        )
+        inputs = build(case).map(guarded)
+        caches = inputs.key_cache, inputs.value_cache
+        scales = {"k_scale": inputs.k_scale, "v_scale": inputs.v_scale}
+        for kind, options in ((arrays.DTYPES[dtype], scales), (caches[0].dtype, {})):
+            numbers = 2 if kind == np.uint8 else 1  # of int4
+            rows = sum(case.seq_lens), 2
+            out = [guarded(np.zeros((*rows, dim // numbers), kind)) for dim in (head_dim, value_head_dim)]
+            ops.gather_kv_cache(*caches, inputs.block_tables, inputs.seq_lens, out=tuple(out), **options)
+        if not on_cpu:
+            continue
+        expected(case).check(*inputs.attention(ops))
+        if q_lens is None:
+            query, key, value, slots, positions, table = map(guarded, rows_to_rotate(case, 8))
+            ops.write_kv_cache(key[: len(slots)], value[: len(slots)], *caches, slots, **scales)
+            ops.rope_and_write_kv_cache(query, key, value, *caches, slots, positions, table, **scales)
+
+
 def test_no_op_leaves_its_tensors(target: Target) -> None:
     if target.device != "cpu":
         pytest.skip("host memory only; compute-sanitizer checks the device's")
@@ -113,4 +153,6 @@ def test_guards_guard(at_end: bool) -> None:
 
 
 if __name__ == "__main__":
-    run(next(HostOps(target) for target in available_targets() if str(target) == sys.argv[1]))
+    ops = next(HostOps(target) for target in available_targets() if str(target) == sys.argv[1])
+    run(ops)
+    run_quantised(ops)

@@ -31,9 +31,10 @@ def test_attention(ops: HostOps, case: Case) -> None:
     check_attention(lambda inputs: inputs.attention(ops), case)
 
 
-@pytest.mark.parametrize(
-    ("head_dim", "group"), [(d, g) for d in (8, 24, 40, 96, 256) for g in range(8, d + 1, 8) if d % g == 0]
-)
+GROUPS = [(dim, group) for dim in (8, 24, 40, 96, 256) for group in range(8, dim + 1, 8) if dim % group == 0]
+
+
+@pytest.mark.parametrize(("head_dim", "group"), [*GROUPS, (576, 8), (576, 192)])
 @pytest.mark.parametrize("dtype", arrays.DTYPES)
 def test_every_size_of_groups(ops: HostOps, dtype: str, head_dim: int, group: int) -> None:
     """In keys; in values the smallest."""
