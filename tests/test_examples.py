@@ -20,6 +20,7 @@ NEEDS = {
     "cupy_ops": ("cupy",),
     "jax_ops": ("jax",),
     "handover": (),
+    "speculative_verify": (),
     "transformers_generate": ("torch", "transformers"),
 }
 # Which say in one line what is missing, instead of failing on an import.
