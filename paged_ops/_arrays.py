@@ -12,6 +12,11 @@ from typing import Any
 import numpy as np
 
 
+def is_immutable(array: Any) -> bool:
+    """JAX's arrays must never change: others hold the same memory by the same value."""
+    return _module_of(array) in ("jax", "jaxlib")
+
+
 def _module_of(array: Any) -> str:
     return type(array).__module__.partition(".")[0]
 
@@ -57,7 +62,7 @@ def empty(like: Any, shape: tuple[int, ...], dtype: str) -> Any:
         cupy = sys.modules["cupy"]
         with like.device:
             return cupy.empty(shape, numpy_dtype(dtype))
-    if kind in ("jax", "jaxlib"):
+    if is_immutable(like):
         raise ValueError("out: JAX arrays are immutable; convert the inputs with numpy.asarray first")
     raise ValueError(
         f"out: cannot allocate a {type(like).__name__}; pass out= (and lse=, workspace= where needed)"

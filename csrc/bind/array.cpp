@@ -236,6 +236,9 @@ void Array::require_valid(Use use) const {
                       stride_[i], ", wanted a non-negative one");
   if (use == Use::input) return;
   PAGED_OPS_REQUIRE(!readonly_, name_, ": is read-only");
+  if (managed_ || managed_versioned_)  // JAX does not set DLPack's flag
+    PAGED_OPS_REQUIRE(!arrays_module().attr("is_immutable")(object_).cast<bool>(), name_, ": is a ",
+                      Py_TYPE(object_.ptr())->tp_name, ", which is immutable; wanted an array to write to");
   if (size() == 0) return;
   // Sorted by stride (by insertion: dimensions are few), each must step over all that the smaller ones span.
   std::array<int, kMaxDims> order;
