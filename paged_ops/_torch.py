@@ -82,10 +82,14 @@ def _nothing(*_: Any) -> None:
     return None
 
 
+def _row_elements(cache: Any) -> Any:
+    """Of a cache whose head dims may lie in packs."""
+    return cache.shape[3] if cache.ndim == 4 else cache.shape[3] * cache.shape[4]
+
+
 def _head_dim(cache: Any) -> Any:
-    """Of a cache that may be of int4, two in each element of uint8, and whose head dims may lie in packs."""
-    elements = cache.shape[3] if cache.ndim == 4 else cache.shape[3] * cache.shape[4]
-    return elements * (2 if cache.dtype == torch.uint8 else 1)
+    """The same in numbers: of int4 there are two in each element of uint8."""
+    return _row_elements(cache) * (2 if cache.dtype == torch.uint8 else 1)
 
 
 def _fake_gather(
@@ -108,7 +112,7 @@ def _fake_gather(
     scaled = k_scale is not None
 
     def rows(cache: Any) -> Any:
-        extent = _head_dim(cache) if scaled or cache.dim() == 5 else cache.shape[3]
+        extent = _head_dim(cache) if scaled else _row_elements(cache)
         dtype = (out_dtype or torch.float32) if scaled else cache.dtype
         return cache.new_empty((num_tokens, cache.shape[2], extent), dtype=dtype)
 

@@ -12,7 +12,7 @@ import paged_ops
 from paged_ops import reference
 from paged_ops.testing import arrays
 from paged_ops.testing.backends import HostOps, Target
-from paged_ops.testing.cases import LAYOUTS, Case, Inputs, build
+from paged_ops.testing.cases import LAYOUTS, PACKED_LAYOUTS, Case, Inputs, build
 from paged_ops.testing.checks import require_same_bits
 from paged_ops.testing.covering import covering
 
@@ -28,7 +28,7 @@ def gather_cases(target: Target) -> list[tuple[Case, str, bool]]:
         "dims": ((64, 64), (8, 24), (40, 8), (256, 128)),
         "num_kv_heads": (1, 3),
         "block_size": (1, 5, 16),
-        "layout": tuple(LAYOUTS),
+        "layout": tuple(LAYOUTS | PACKED_LAYOUTS),
         "out_dtype": tuple(arrays.DTYPES),
         "given": (False, True),
     }
@@ -107,7 +107,7 @@ def test_every_code(ops: HostOps, cache_dtype: str, out_dtype: str) -> None:
 @pytest.mark.parametrize("cache_dtype", arrays.CACHE_DTYPES)
 def test_numbers_as_they_are(ops: HostOps, cache_dtype: str) -> None:
     groups = (8, 16) if cache_dtype == "int4" else None
-    for layout, give_out in itertools.product(LAYOUTS, (False, True)):
+    for layout, give_out in itertools.product(LAYOUTS | PACKED_LAYOUTS, (False, True)):
         quantised: dict[str, Any] = {"cache_dtype": cache_dtype, "scale_groups": groups}
         inputs = build(Case((0, 9, 33), None, "float32", 2, 2, 24, 32, 4, layout, **quantised))
         *_, tables, lens = tensors_of(inputs)
@@ -123,11 +123,13 @@ def test_numbers_as_they_are(ops: HostOps, cache_dtype: str) -> None:
         require_same_bits("value", wanted[1].astype(np.uint8), value.view(np.uint8))
 
 
-@pytest.mark.parametrize(("cache_dtype", "scales"), [("int8", "head"), ("int4", "groups")])
-def test_torch_tensors_eager_and_compiled(target: Target, cache_dtype: str, scales: str) -> None:
+@pytest.mark.parametrize("layout", ["NHD", "vLLM"])
+@pytest.mark.parametrize("cache_dtype", ["int8", "int4"])
+def test_torch_tensors_eager_and_compiled(target: Target, cache_dtype: str, layout: str) -> None:
     torch = pytest.importorskip("torch")
     groups = (16, 24) if cache_dtype == "int4" else None
-    case = Case((33, 70), None, "bfloat16", 6, 2, 64, 48, cache_dtype=cache_dtype, scale_groups=groups)
+    quantised: dict[str, Any] = {"cache_dtype": cache_dtype, "scale_groups": groups}
+    case = Case((33, 70), None, "bfloat16", 6, 2, 64, 48, layout=layout, **quantised)
     inputs = build(case).map(lambda array: arrays.to_torch(array, target.device))
     tensors, options = tensors_of(inputs), scales_of(inputs)
 

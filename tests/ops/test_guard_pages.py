@@ -92,7 +92,8 @@ def run(ops: HostOps) -> None:
 
 def run_quantised(ops: HostOps) -> None:
     """The ops that take scales, with one per token, or per group of int4."""
-    layouts, block_sizes = itertools.cycle(LAYOUTS), itertools.cycle((1, 5, 16))
+    layouts = itertools.cycle(LAYOUTS | PACKED_LAYOUTS)
+    block_sizes = itertools.cycle((1, 5, 16))
     on_cpu = ops.target.backend == "cpu"
     dims = [(8, 8), (40, 24), (72, 128)] if on_cpu else [(40, 24)]
     for at_end, dtype, cache_dtype, (head_dim, value_head_dim), q_lens in itertools.product(
