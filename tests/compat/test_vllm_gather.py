@@ -22,7 +22,7 @@ BLOCK_SIZE = 8
 LENGTHS = (13, 0, 1, 16)
 STARTS = (3, 5, 7, 8)
 NUM_BLOCKS = 11
-WIDE = 3  # more rows in the destination than tokens
+WIDE = 20  # more rows in the destination than tokens: so many that a table would end before them
 
 
 @pytest.fixture(params=[True, False], ids=["host", "as on a device"])
@@ -106,14 +106,27 @@ def test_cp_gather_cache(
     assert arrays.same_bits(tensor, gathered(cache, dst, starts, len(dst), on_host))
 
 
-def test_cp_gather_through_strides(target: Target, on_host: bool) -> None:
-    """A layer of a block-major pool, and rows of a wider workspace."""
-    pool = random_bits((NUM_BLOCKS, 3, BLOCK_SIZE, 40), np.float32)
+def layer_of_a_pool() -> tuple[np.ndarray, Any]:
+    """Block-major: the blocks of a layer lie apart, by so many tokens."""
+    return random_bits((NUM_BLOCKS, 3, BLOCK_SIZE, 40), np.float32), lambda pool: pool[:, 1]
+
+
+def padded_blocks() -> tuple[np.ndarray, Any]:
+    """Blocks that lie apart by tokens and a half."""
+    pool = random_bits((NUM_BLOCKS, BLOCK_SIZE * 40 + 20), np.float32)
+    return pool, lambda pool: pool[:, : BLOCK_SIZE * 40].reshape(NUM_BLOCKS, BLOCK_SIZE, 40)
+
+
+@pytest.mark.parametrize("pool_of", [layer_of_a_pool, padded_blocks])
+def test_cp_gather_through_strides(target: Target, on_host: bool, pool_of: Any) -> None:
+    """Out of strided blocks, into rows of a wider workspace."""
+    pool, cache_of = pool_of()
     room = random_bits((sum(LENGTHS), 50), np.float32)
-    tensor = put(room, target.device)
+    tensor, cache = put(room, target.device), cache_of(put(pool, target.device))
+    assert not cache.is_contiguous()
     with running_on(target):
         vllm.cp_gather_cache(
-            put(pool, target.device)[:, 1],
+            cache,
             tensor[:, 4:44],
             put(table(), target.device),
             put(cu_seq_lens(), target.device),
@@ -121,7 +134,7 @@ def test_cp_gather_through_strides(target: Target, on_host: bool) -> None:
             put(np.array(STARTS, np.int32), target.device),
         )
     wanted = room.copy()
-    wanted[:, 4:44] = gathered(pool[:, 1], room[:, 4:44], STARTS, len(room), on_host)
+    wanted[:, 4:44] = gathered(cache_of(pool), room[:, 4:44], STARTS, len(room), on_host)
     assert arrays.same_bits(tensor, wanted)
 
 
