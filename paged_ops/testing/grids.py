@@ -193,6 +193,45 @@ def wide_cases(target: Target) -> list[Case]:
     return cases
 
 
+# What a cache may hold and how it is scaled, in one axis, for pairs of features.
+CACHES: dict[str, dict[str, Any]] = {
+    "as the query": {},
+    "e4m3 by token": {"cache_dtype": "float8_e4m3fn", "scales": "token"},
+    "e5m2 by head": {"cache_dtype": "float8_e5m2", "scales": "head"},
+    "int8": {"cache_dtype": "int8"},
+    "int8 by token": {"cache_dtype": "int8", "scales": "token"},
+    "int4": {"cache_dtype": "int4", "scale_groups": (8, 8)},
+}
+
+
+def feature_cases(target: Target) -> list[Case]:
+    """Every pair of features meets: masks, logits, caches, layouts, shapes of heads and of the batch."""
+    axes = {
+        "dtype": DTYPES,
+        "cache": tuple(CACHES),
+        "layout": ("NHD", "pool HND", "unaligned", "vLLM", "scattered"),
+        "dims": ((64, 64), (128, 40), (576, 512), (320, 320)),
+        "latent": (False, True),
+        "group": (1, 5, 16),
+        "block_size": (4, 16),
+        "shape": ("decode", "chunk", "tree"),
+        "window": (None, 37),
+        "soft_cap": (None, 6.0),
+        "alibi": (False, True),
+        "sinks": (False, True),
+    }
+    cases: list[Case] = []
+    for i, row in enumerate(covering(axes, seed=6)):
+        row |= CACHES[row.pop("cache")]
+        row["latent"] = row["latent"] and row["layout"] in LAYOUTS and row["dims"][1] <= row["dims"][0]
+        row["num_kv_heads"] = 1 if row["latent"] else 2
+        shape = row.pop("shape")
+        seq_lens = (530, 0, 17, 70)
+        q_lens = {"decode": None, "chunk": (9, 2, 17, 1), "tree": (12, 0, 17, 3)}[shape]
+        cases.append(_case(row, seq_lens=seq_lens, q_lens=q_lens, tree=shape == "tree", seed=i))
+    return cases
+
+
 def extended_cases(target: Target) -> list[Case]:
     """The product of dtypes, groups, head dims and block sizes, layouts in turn."""
     layouts = list(LAYOUTS)

@@ -1,0 +1,22 @@
+"""All pairs of features: each has tests of its own, here they meet."""
+
+from __future__ import annotations
+
+import pytest
+
+from paged_ops.testing.backends import HostOps
+from paged_ops.testing.cases import Case, build, select_sequences
+from paged_ops.testing.checks import expected, require_same_bits
+from paged_ops.testing.grids import feature_cases
+
+
+@pytest.mark.grid(cases=feature_cases)
+def test_pairs_of_features(ops: HostOps, case: Case) -> None:
+    """Near the oracle, and a sequence alone has the bits that it has among others."""
+    inputs = build(case)
+    out, lse = inputs.attention(ops)
+    expected(case).check(out, lse)
+    bounds = range(len(case.seq_lens) + 1) if inputs.cu_seqlens_q is None else inputs.cu_seqlens_q
+    alone = select_sequences(inputs, [0]).attention(ops)
+    require_same_bits("out", alone[0], out[bounds[0] : bounds[1]])
+    require_same_bits("lse", alone[1], lse[bounds[0] : bounds[1]])
