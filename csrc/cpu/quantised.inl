@@ -24,15 +24,15 @@ struct RowScales {
 template <>
 struct RowScales<i4x2> {
   static constexpr int kPerPair = 2 * kLanes / 8;
-  float eighths[kMaxHeadDim / 8 + kPerPair];
+  float eighths[kMaxHeadDim / 8 + kLanes];
 
   RowScales(const ScaleView& view, const float* at, int dim) {
-    float* out = eighths;
+    // In whole vectors: what is too much the next group writes over. Beyond the row pairs hold zeros.
     for (int begin = 0; begin < dim; begin += view.group) {
-      for (int i = 0; i < view.group; i += 8) *out++ = *at;
+      const Vec scale = broadcast(*at);
+      for (int i = begin; i < begin + view.group; i += 8 * kLanes) store(eighths + i / 8, scale);
       at = reinterpret_cast<const float*>(reinterpret_cast<const char*>(at) + view.stride_group);
     }
-    for (int i = 1; i < kPerPair; i++) *out++ = 0;  // beyond the row, where pairs hold zeros
   }
   Pair operator()(int pair) const { return broadcast_to_eights(eighths + pair * kPerPair); }
 };

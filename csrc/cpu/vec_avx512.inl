@@ -167,13 +167,14 @@ inline Pair widen_e4m3(__m256i x) {
 }
 inline Pair load_pair(const i8* x) { return widen_i8(load_bytes(x)); }
 inline Pair load_pair(const i8* x, int n) { return widen_i8(load_bytes(x, n)); }
-// Two int4 in a byte, each moved to a byte of its own.
+// Two int4 in a byte, looked up by the lowest four bits of an index, which is all that counts of it.
 inline Pair widen_i4(__m128i x) {
-  const __m256i words = _mm256_cvtepu8_epi16(x), sign = _mm256_set1_epi8(8);
-  const __m256i bytes =
-      _mm256_or_si256(_mm256_and_si256(words, _mm256_set1_epi16(0x000f)),
-                      _mm256_and_si256(_mm256_slli_epi16(words, 4), _mm256_set1_epi16(0x0f00)));
-  return widen_i8(_mm256_sub_epi8(_mm256_xor_si256(bytes, sign), sign));
+  const __m128i upper = _mm_srli_epi16(x, 4);
+  const Vec numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1);
+  const auto look_up = [&](__m128i bytes) {
+    return _mm512_permutexvar_ps(_mm512_cvtepu8_epi32(bytes), numbers);
+  };
+  return {look_up(_mm_unpacklo_epi8(x, upper)), look_up(_mm_unpackhi_epi8(x, upper))};
 }
 inline Pair load_pair(const i4x2* x) {
   return widen_i4(_mm_loadu_si128(reinterpret_cast<const __m128i*>(x)));
@@ -183,10 +184,10 @@ inline Pair load_pair(const i4x2* x, int n) {
 }
 // Each of four numbers in eight elements of a pair, in the tensor's order.
 inline Pair broadcast_to_eights(const float* x) {
-  const auto both = [](float low, float high) {
-    return _mm512_insertf32x8(_mm512_castps256_ps512(_mm256_set1_ps(low)), _mm256_set1_ps(high), 1);
-  };
-  return {both(x[0], x[1]), both(x[2], x[3])};
+  const Vec four = _mm512_castps128_ps512(_mm_loadu_ps(x));
+  const __m512i first = _mm512_inserti64x4(_mm512_setzero_si512(), _mm256_set1_epi32(1), 1);
+  return {_mm512_permutexvar_ps(first, four),
+          _mm512_permutexvar_ps(_mm512_or_si512(first, _mm512_set1_epi32(2)), four)};
 }
 inline Pair load_pair(const f8e5m2* x) { return widen_e5m2(load_bytes(x)); }
 inline Pair load_pair(const f8e5m2* x, int n) { return widen_e5m2(load_bytes(x, n)); }
