@@ -2,6 +2,7 @@
 // set.
 #include "cpu/quantise.h"
 
+#include <algorithm>
 #include <cstring>
 
 #include "core/dispatch.h"
@@ -14,7 +15,7 @@ namespace {
 
 #if defined(__x86_64__) && !defined(PAGED_OPS_SCALAR_ONLY) && !defined(__clang__)
 #define PAGED_OPS_CLONES \
-  __attribute__((target_clones("arch=skylake-avx512", "arch=haswell", "default"), flatten))
+  __attribute__((target_clones("arch=x86-64-v4", "arch=x86-64-v3", "default"), flatten))
 #else
 #define PAGED_OPS_CLONES
 #endif
@@ -45,12 +46,12 @@ inline void dequantise(const i4x2* numbers, int dim, float scale, T* row) {
 }
 
 template <class T>
-inline uint32_t greatest_bits(const T* row, int dim) {
-  uint32_t greatest = 0;
+inline int32_t greatest_bits(const T* row, int dim) {
+  int32_t greatest = 0;
   for (int i = 0; i < dim; i++) {
-    const uint32_t size = portable::bit_cast<uint32_t>(portable::to_float(row[i])) & 0x7fffffffu;
-    const uint32_t finite = size < 0x7f800000u ? size : 0u;
-    greatest = finite > greatest ? finite : greatest;
+    const int32_t size = portable::bit_cast<int32_t>(portable::to_float(row[i])) & 0x7fffffff;
+    const int32_t finite = size & -int32_t(size < 0x7f800000);
+    greatest = std::max(greatest, finite);
   }
   return greatest;
 }
@@ -74,9 +75,9 @@ PAGED_OPS_QUANTISE(bf16, f8e5m2)
 PAGED_OPS_QUANTISE(bf16, i8)
 PAGED_OPS_QUANTISE(bf16, i4x2)
 #undef PAGED_OPS_QUANTISE
-PAGED_OPS_CLONES uint32_t greatest(const float* row, int dim) { return greatest_bits(row, dim); }
-PAGED_OPS_CLONES uint32_t greatest(const f16* row, int dim) { return greatest_bits(row, dim); }
-PAGED_OPS_CLONES uint32_t greatest(const bf16* row, int dim) { return greatest_bits(row, dim); }
+PAGED_OPS_CLONES int32_t greatest(const float* row, int dim) { return greatest_bits(row, dim); }
+PAGED_OPS_CLONES int32_t greatest(const f16* row, int dim) { return greatest_bits(row, dim); }
+PAGED_OPS_CLONES int32_t greatest(const bf16* row, int dim) { return greatest_bits(row, dim); }
 
 template <class T>
 float scale_of(const T* row, int dim, DType to) {
