@@ -71,22 +71,24 @@ def test_a_cache_that_only_looks_alike_is_another(ops: HostOps) -> None:
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
-@calls
-def test_what_is_not_seen_does_not_show(ops: HostOps, case: Case, bad: float) -> None:
-    """Of a tile that some rows see further than others, what only the others see."""
+@pytest.mark.parametrize("num_q_heads", [3, 16])
+@pytest.mark.parametrize("case", [case for case in CASES if case.q_lens], ids=str)
+def test_what_is_not_seen_does_not_show(ops: HostOps, case: Case, num_q_heads: int, bad: float) -> None:
+    """Of a tile that some rows see further than others, what only the others see. With few heads several
+    query tokens are side by side in a matrix product."""
+    case = replace(case, num_q_heads=num_q_heads)
     inputs = build(case)
     out, lse = inputs.attention(ops)
-    if case.q_lens is None:
-        return
-    for seq, (seq_len, q_len) in enumerate(zip(case.seq_lens, case.q_lens, strict=True)):
+    for seq, (seq_len, q_len) in enumerate(zip(case.seq_lens, case.query_lens, strict=True)):
         first = int(inputs.cu_seqlens_q[seq])
-        changed = build(case)
-        for position in range(seq_len - q_len + 1, seq_len):
-            block = changed.block_tables[seq, position // case.block_size]
-            changed.key_cache[block, position % case.block_size] = bad
-        rows = slice(first, first + min(q_len, 1))
-        changed_out, changed_lse = changed.attention(ops)
-        require_same((out[rows], lse[rows]), (changed_out[rows], changed_lse[rows]))
+        for num_clean in {1, q_len // 2, q_len - 1} & set(range(1, q_len)):
+            changed = build(case)
+            for position in range(seq_len - q_len + num_clean, seq_len):
+                block = changed.block_tables[seq, position // case.block_size]
+                changed.key_cache[block, position % case.block_size] = bad
+            rows = slice(first, first + num_clean)
+            changed_out, changed_lse = changed.attention(ops)
+            require_same((out[rows], lse[rows]), (changed_out[rows], changed_lse[rows]))
 
 
 # --- bits -----------------------------------------------------------------------------------------------
