@@ -53,7 +53,9 @@ def run(ops: HostOps) -> None:
     """Every op over tensors of every layout, guarded on either side."""
     emulated = ops.target.backend == "emulated"
     layouts = itertools.cycle(LAYOUTS | PACKED_LAYOUTS)
-    dims = [(8, 8), (40, 24)] if emulated else [(8, 8), (40, 24), (72, 128), (256, 256)]
+    dims = [(8, 8), (40, 24), (264, 320)]
+    if not emulated:
+        dims += [(72, 128), (256, 256), (576, 512)]
     for at_end, dtype, (head_dim, value_head_dim), block_size, q_lens in itertools.product(
         (True, False), arrays.DTYPES, dims, (1, 5, 16), (None, (1, 3, 0, 9))
     ):
