@@ -75,23 +75,27 @@ inline int64_t key_stride(const PagedKV& kv, const TileRows& tile, int num_rows)
 template <class E, class F>
 inline void copy_keys(const char* const* rows, int64_t offset, int num_tokens, int dim, int num_rows,
                       bf16* out, F&& meanwhile) {
-  const int64_t group_elements = int64_t(steps_of(dim, kStepDims)) * num_rows * kStepDims;
-  const int64_t step = int64_t(num_rows) * kStepDims;
-  for (int t = 0; t < num_tokens; t++) {
-    bf16* x = out + t / num_rows * group_elements + t % num_rows * kStepDims;
+  const int64_t step = int64_t(num_rows) * kStepDims, group = steps_of(dim, kStepDims) * step;
+  bf16* first = out;  // of the token's row
+  for (int t = 0, in_group = 0; t < num_tokens; t++, first += kStepDims) {
+    if (in_group++ == num_rows) {
+      in_group = 1;
+      first += group - step;
+    }
     const char* const row = rows[t] + offset;
+    bf16* x = first;
     if constexpr (sizeof(E) == sizeof(bf16)) {
       for (int i = 0; i < dim; i += kStepDims, x += step) _mm512_store_si512(x, load_dims(row, i, dim));
     } else {
-      int i = 0;
+      int left = dim;
       const auto put = [&](TwoVectors y, bool two) __attribute__((always_inline)) {
         _mm512_store_si512(x, y.low);
         if (two) _mm512_store_si512(x + step, y.high);
         x += 2 * step;
       };
 #pragma GCC unroll 2
-      for (; i + 2 * kStepDims <= dim; i += 2 * kStepDims) put(load_numbers<E>(row + i), true);
-      if (i < dim) put(load_numbers<E>(row + i, dim - i), dim - i > kStepDims);
+      for (; left >= 2 * kStepDims; left -= 2 * kStepDims) put(load_numbers<E>(row + dim - left), true);
+      if (left > 0) put(load_numbers<E>(row + dim - left, left), left > kStepDims);
     }
     meanwhile(t);
   }
