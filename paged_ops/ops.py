@@ -85,7 +85,7 @@ def paged_attention_decode(
         query: ``[num_seqs, num_q_heads, head_dim]``; ``num_q_heads`` is a multiple of the caches'
             ``num_kv_heads``.
         key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]`` of the query's dtype or
-            quantised (not on CUDA yet), any strides, or ``[num_blocks, block_size, num_kv_heads, head_dim /
+            quantised, any strides, or ``[num_blocks, block_size, num_kv_heads, head_dim /
             x, x]`` with the last dimension contiguous, as vLLM has its keys; head_dim a multiple of 8 up to
             576, value_cache's may differ from key_cache's.
         block_tables: int32 ``[num_seqs, max_blocks_per_seq]``; entries past a sequence's length are not read.
@@ -417,7 +417,7 @@ def supports(
 ) -> Support:
     """Whether the ops take this combination, by the predicate that each call asks.
 
-    The same on every backend, but that CUDA refuses quantised caches so far.
+    The same on every backend.
     """
     counts = {
         "num_q_heads": num_q_heads,
@@ -473,7 +473,7 @@ def rope_and_write_kv_cache(
             pairs, then their sines. rotary_dim is even and at most head_dim.
         interleaved: False pairs element ``i`` with ``i + rotary_dim / 2`` (GPT-NeoX, Llama in Hugging Face's
             form), True ``2 i`` with ``2 i + 1`` (GPT-J, Llama in Meta's).
-        k_scale, v_scale: of quantised caches (not on CUDA yet), as in :func:`write_kv_cache`.
+        k_scale, v_scale: of quantised caches, as in :func:`write_kv_cache`.
         query_out: where the rotated queries go, shaped as ``query``; may be ``query`` itself. Allocated when
             None.
         check: check slots and positions first; always on for the CPU.

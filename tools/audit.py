@@ -56,8 +56,9 @@ class Claim:
     max_loop: int = 0  # instructions per tile of 16 tokens
 
 
-ASYNCHRONOUS, BY_ELEMENT = r"\(RowCopy\)0", r"\(RowCopy\)1"
+ASYNCHRONOUS, BY_ELEMENT, CONVERTED = r"\(RowCopy\)0", r"\(RowCopy\)1", r"\(RowCopy\)2"
 PLAIN, RULED = r"\(Rules\)0", r"\(Rules\)1"
+SAME, EIGHT_BITS = r"(?P<t>\w+), (?P=t)", r"\w+, (?:f8e4m3|f8e5m2|i8)"  # of query and cache
 
 
 def split_keys(tile: str, copy: str, rules: str) -> str:
@@ -89,11 +90,14 @@ MAX_RULED_SPLIT_LOOP = {64: 570, 128: 630}
 # By tiles of columns, of each of the four warps that share the dims of wide heads. Rules, and V apart from K,
 # are counted and jumped over. 576 dims of 16 tokens take the memory 890 clocks.
 MAX_DIMS_LOOP = {1: 510, 2: 810}
+# Of caches of 8 bits, which come in half of the clocks: 111, 223 and 446 of an H200's.
+MAX_EIGHT_BIT_LOOP = {(64, 1): 760, (128, 1): 1130, (256, 1): 1850, (64, 2): 980, (128, 2): 1380}
+MAX_EIGHT_BIT_SPLIT_LOOP = {64: 960}
 
 CLAIMS = [
     *(
         Claim(
-            split_keys(rf"MmaTile<\w+, {head_dim}, {column_tiles}>", ASYNCHRONOUS, rules),
+            split_keys(rf"MmaTile<{SAME}, {head_dim}, {column_tiles}>", ASYNCHRONOUS, rules),
             "16-bit attention is bound by memory: copies behind the back, matrix instructions, a deep ring",
             in_flight=1.5,
             instructions={"async copy 16": 2, "matrix load": 2, "matrix product": 2},
@@ -104,7 +108,7 @@ CLAIMS = [
     ),
     *(
         Claim(
-            split_columns(rf"MmaTile<\w+, {head_dim}, 2>", rules),
+            split_columns(rf"MmaTile<{SAME}, {head_dim}, 2>", rules),
             "prefill is bound by instructions: few of them, and copies that do not hold them up",
             in_flight=1.5,
             instructions={"async copy 16": 2, "matrix load": 2, "matrix product": 2},
@@ -123,8 +127,29 @@ CLAIMS = [
         )
         for column_tiles, max_loop in MAX_DIMS_LOOP.items()
     ),
+    *(
+        Claim(
+            split_keys(rf"MmaTile<{EIGHT_BITS}, {head_dim}, {column_tiles}>", ASYNCHRONOUS, RULED),
+            "half the bytes, as many of them under way, and widened in less time than they take to come",
+            in_flight=1.5,
+            instructions={"async copy 16": 2, "matrix load": 2, "matrix product": 2},
+            max_loop=max_loop,
+        )
+        for (head_dim, column_tiles), max_loop in MAX_EIGHT_BIT_LOOP.items()
+    ),
+    *(
+        Claim(
+            split_columns(rf"MmaTile<{EIGHT_BITS}, {head_dim}, 2>", RULED),
+            "prefill is bound by instructions",
+            in_flight=0.75,
+            instructions={"async copy 16": 1, "matrix load": 2, "matrix product": 2},
+            max_loop=max_loop,
+        )
+        for head_dim, max_loop in MAX_EIGHT_BIT_SPLIT_LOOP.items()
+    ),
+    Claim(rf", {CONVERTED}, {RULED}", "int4, quantised caches of wide heads or for f32: right, not fast"),
     Claim(
-        split_keys(r"FmaTile<\d+>", ASYNCHRONOUS, ".*") + "|" + split_dims("FmaShare<576>", ASYNCHRONOUS),
+        split_keys(r"FmaTile<float, \d+>", ASYNCHRONOUS, ".*") + "|" + split_dims("FmaShare<float, 576>", ASYNCHRONOUS),
         "f32 attention has no matrix instruction, but the same ring",
         in_flight=1,
         instructions={"async copy 16": 2},
@@ -154,6 +179,7 @@ CLAIMS = [
         "as wide as alignment allows",
     ),
     Claim(r"(gather|cache_write)_kernel<.*, PackedRows>", "head dims in packs: as wide as these allow"),
+    Claim(r"(cache|rope)_quantise_kernel<", "a warp per row"),
     Claim(r"merge_states_kernel<", "a pass over two outputs"),
     Claim(r"gather_scaled_kernel<", "by element"),
     Claim(r"rope_write_kernel<", "four pairs per thread where alignment allows, and one into packs"),
@@ -529,7 +555,7 @@ def table(rows: Sequence[Row]) -> str:
 def model(rows: Sequence[Row]) -> str:
     """What the roofline model makes of the kernels: nothing of it is measured."""
     kernels, in_flight = {}, {}
-    tile = r"MmaTile<bf16, (\d+), (\d)>"
+    tile = r"MmaTile<bf16, bf16, (\d+), (\d)>"
     for row in rows:
         keys = re.fullmatch(split_keys(tile, ASYNCHRONOUS, rf"(?:{PLAIN}|{RULED})"), row.kernel)
         columns = re.fullmatch(split_columns(tile, rf"(?:{PLAIN}|{RULED})"), row.kernel)

@@ -19,6 +19,7 @@
 #include "kernels/split_columns.cuh"
 #include "kernels/split_dims.cuh"
 #include "kernels/split_keys.cuh"
+#include "launch/attention_config.h"
 #include "params/backend.h"
 #include "simt/emulator/config.h"
 
@@ -45,11 +46,12 @@ bool observe(const simt::Launch& launch) {
 constexpr Context kContext{.device = 0, .stream = nullptr, .check = false};
 constexpr uintptr_t kAligned = 1 << 20;  // stands for a tensor: nobody reads it
 constexpr DType kDTypes[] = {DType::f32, DType::f16, DType::bf16};
+constexpr DType kQuantised[] = {DType::f8e4m3, DType::f8e5m2, DType::i8, DType::i4};
 
 void* tensor(uintptr_t offset = 0) { return reinterpret_cast<void*>(kAligned + offset); }
 
 PagedKV cache(DType dtype, int head_dim, uintptr_t offset, int num_kv_heads = 8, int block_size = 16) {
-  const int64_t row = int64_t(head_dim) * itemsize(dtype);
+  const int64_t row = row_nbytes(dtype, head_dim);
   const CacheView view{tensor(offset), row * num_kv_heads * block_size, row * num_kv_heads, row};
   return {view, view, 1000, block_size, num_kv_heads, head_dim, head_dim, dtype};
 }
@@ -63,36 +65,35 @@ PagedKV in_packs(PagedKV kv) {
   return kv;
 }
 
-void survey_attention() {
+void survey_attention(DType dtype, DType cache_dtype) {
   std::vector<int32_t> cu_seqlens(2, 0);
-  for (DType dtype : kDTypes)
-    for (int head_dim : {64, 128, 256, kMaxHeadDim})
-      for (uintptr_t offset : {0, 4})        // 16-byte aligned or not
-        for (int group : {4, 16})            // one tile of columns or two
-          for (int tokens : {0, 100, 4096})  // decode, a short prefill, a long one
-            for (int window : {0, 64}) {     // no rules, and one
-              const bool prefill = tokens > 0;
-              AttentionParams p{};
-              p.query = tensor();
-              p.out = tensor();
-              p.lse = static_cast<float*>(tensor());
-              p.cu_seqlens_q = prefill ? cu_seqlens.data() : nullptr;
-              p.query_stride_head = p.out_stride_head = head_dim * itemsize(dtype);
-              p.query_stride_token = p.out_stride_token = p.query_stride_head * group * 8;
-              p.num_tokens = prefill ? tokens : 8;
-              p.num_q_heads = 8 * group;
-              p.dtype = dtype;
-              p.kv = cache(dtype, head_dim, offset);
-              p.tables = {static_cast<const int32_t*>(tensor()), static_cast<const int32_t*>(tensor()), 512,
-                          prefill ? 1 : 8, 512};
-              p.scale = 1;
-              p.causal = true;
-              p.rules.window = window;
-              p.workspace_nbytes = launch::backend().attention_workspace_nbytes(p);
-              const auto workspace = std::make_unique<uint64_t[]>(p.workspace_nbytes / 8 + 1);
-              p.workspace = workspace.get();
-              launch::backend().attention(p, kContext);
-            }
+  for (int head_dim : {64, 128, 256, kMaxHeadDim})
+    for (uintptr_t offset : {0, 4})        // 16-byte aligned or not
+      for (int group : {4, 16})            // one tile of columns or two
+        for (int tokens : {0, 100, 4096})  // decode, a short prefill, a long one
+          for (int window : {0, 64}) {     // no rules, and one
+            const bool prefill = tokens > 0;
+            AttentionParams p{};
+            p.query = tensor();
+            p.out = tensor();
+            p.lse = static_cast<float*>(tensor());
+            p.cu_seqlens_q = prefill ? cu_seqlens.data() : nullptr;
+            p.query_stride_head = p.out_stride_head = head_dim * itemsize(dtype);
+            p.query_stride_token = p.out_stride_token = p.query_stride_head * group * 8;
+            p.num_tokens = prefill ? tokens : 8;
+            p.num_q_heads = 8 * group;
+            p.dtype = dtype;
+            p.kv = cache(cache_dtype, head_dim, offset);
+            p.tables = {static_cast<const int32_t*>(tensor()), static_cast<const int32_t*>(tensor()), 512,
+                        prefill ? 1 : 8, 512};
+            p.scale = 1;
+            p.causal = true;
+            p.rules.window = window;
+            p.workspace_nbytes = launch::backend().attention_workspace_nbytes(p);
+            const auto workspace = std::make_unique<uint64_t[]>(p.workspace_nbytes / 8 + 1);
+            p.workspace = workspace.get();
+            launch::backend().attention(p, kContext);
+          }
 }
 
 // Offsets that leave 16, 4, 2 and 1 bytes to move at a time.
@@ -137,6 +138,19 @@ void survey_moves() {
                                  kContext);
   }
   for (DType dtype : kDTypes)
+    for (DType cache_dtype : kQuantised)
+      for (uintptr_t offset : {0, 2}) {
+        CacheWriteParams w{};
+        w.key = w.value = tensor();
+        w.slot_mapping = static_cast<const int64_t*>(tensor());
+        w.key_stride_head = w.value_stride_head = 128 * itemsize(dtype);
+        w.key_stride_token = w.value_stride_token = 8 * w.key_stride_head;
+        w.num_tokens = 64;
+        w.dtype = dtype;
+        w.kv = cache(cache_dtype, 128, offset);
+        launch::backend().cache_write(w, kContext);
+      }
+  for (DType dtype : kDTypes)
     for (int head_dim : {128, 126}) {
       const int64_t row = int64_t(head_dim) * itemsize(dtype);
       float* lse = static_cast<float*>(tensor());
@@ -146,32 +160,32 @@ void survey_moves() {
     }
 }
 
-void survey_rotations() {
-  for (DType dtype : kDTypes)
-    for (int rotary_dim : {128, 126})  // four pairs at a time, and one
-      for (bool interleaved : {false, true}) {
-        const int64_t row = 128 * itemsize(dtype);
-        RopeWriteParams p{};
-        p.write.key = p.write.value = tensor();
-        p.write.slot_mapping = static_cast<const int64_t*>(tensor());
-        p.write.key_stride_head = p.write.value_stride_head = row;
-        p.write.key_stride_token = p.write.value_stride_token = 8 * row;
-        p.write.num_tokens = p.num_tokens = 64;
-        p.write.dtype = dtype;
-        p.write.kv = cache(dtype, 128, 0);
-        p.query = p.query_out = tensor();
-        p.query_stride_head = p.out_stride_head = row;
-        p.query_stride_token = p.out_stride_token = 32 * row;
-        p.num_q_heads = 32;
-        p.positions = tensor();
-        p.cos_sin = static_cast<const float*>(tensor());
-        p.cos_sin_stride = p.rotary_dim = rotary_dim;
-        p.max_position = 4096;
-        p.interleaved = interleaved;
-        launch::backend().rope_write(p, kContext);
-        p.write.kv = in_packs(p.write.kv);
-        launch::backend().rope_write(p, kContext);
-      }
+void survey_rotations(DType dtype, DType cache_dtype) {
+  for (int rotary_dim : {128, 126})  // four pairs at a time, and one
+    for (bool interleaved : {false, true}) {
+      const int64_t row = 128 * itemsize(dtype);
+      RopeWriteParams p{};
+      p.write.key = p.write.value = tensor();
+      p.write.slot_mapping = static_cast<const int64_t*>(tensor());
+      p.write.key_stride_head = p.write.value_stride_head = row;
+      p.write.key_stride_token = p.write.value_stride_token = 8 * row;
+      p.write.num_tokens = p.num_tokens = 64;
+      p.write.dtype = dtype;
+      p.write.kv = cache(cache_dtype, 128, 0);
+      p.query = p.query_out = tensor();
+      p.query_stride_head = p.out_stride_head = row;
+      p.query_stride_token = p.out_stride_token = 32 * row;
+      p.num_q_heads = 32;
+      p.positions = tensor();
+      p.cos_sin = static_cast<const float*>(tensor());
+      p.cos_sin_stride = p.rotary_dim = rotary_dim;
+      p.max_position = 4096;
+      p.interleaved = interleaved;
+      launch::backend().rope_write(p, kContext);
+      if (is_quantised(cache_dtype)) continue;
+      p.write.kv = in_packs(p.write.kv);
+      launch::backend().rope_write(p, kContext);
+    }
 }
 
 // The checks read device memory on the host, so they get real arrays; no kernel has written a verdict, so all
@@ -208,17 +222,23 @@ void survey_ring() {
               offset(reinterpret_cast<const void*>(kernels::attention_kernel<Walk>)), Walk::kRingsNbytes,
               Walk::kInUseNbytes);
 }
-template <class... Tiles>
+template <kernels::Rules kRules, class... Tiles>
 void survey_key_rings() {
-  using kernels::RowCopy, kernels::Rules;
-  (survey_ring<kernels::SplitKeys<Tiles, RowCopy::asynchronous, Rules::none>>(), ...);
-  (survey_ring<kernels::SplitKeys<Tiles, RowCopy::asynchronous, Rules::some>>(), ...);
+  (survey_ring<kernels::SplitKeys<Tiles, kernels::RowCopy::asynchronous, kRules>>(), ...);
 }
-template <class... Tiles>
-void survey_column_rings() {
-  using kernels::Rules;
-  (survey_ring<kernels::SplitColumns<Tiles, Rules::none>>(), ...);
-  (survey_ring<kernels::SplitColumns<Tiles, Rules::some>>(), ...);
+template <class T, class Stored, kernels::Rules kRules, int kHeadDim>
+void survey_mma_rings_of() {
+  using Wide = kernels::MmaTile<T, Stored, kHeadDim, 2>;
+  constexpr int kMost = launch::most_column_tiles(dtype_of<Stored>::value, kHeadDim);
+  survey_key_rings<kRules, kernels::MmaTile<T, Stored, kHeadDim, 1>>();
+  if constexpr (kMost >= 2) survey_key_rings<kRules, Wide>();
+  if constexpr (kMost == launch::kSplitColumnTiles) survey_ring<kernels::SplitColumns<Wide, kRules>>();
+}
+template <class T, class Stored, kernels::Rules kRules>
+void survey_mma_rings() {
+  survey_mma_rings_of<T, Stored, kRules, 64>();
+  survey_mma_rings_of<T, Stored, kRules, 128>();
+  survey_mma_rings_of<T, Stored, kRules, 256>();
 }
 template <class... Shares>
 void survey_dim_rings() {
@@ -226,25 +246,39 @@ void survey_dim_rings() {
   (survey_ring<kernels::SplitDims<Shares, RowCopy::asynchronous, Rules::some>>(), ...);
 }
 template <class T>
-void survey_mma_rings() {
-  using kernels::MmaTile;
-  survey_key_rings<MmaTile<T, 64, 1>, MmaTile<T, 64, 2>, MmaTile<T, 128, 1>, MmaTile<T, 128, 2>,
-                   MmaTile<T, 256, 1>, MmaTile<T, 256, 2>>();
-  survey_column_rings<MmaTile<T, 64, 2>, MmaTile<T, 128, 2>>();
+void survey_rings_for() {
+  using kernels::Rules;
+  survey_mma_rings<T, T, Rules::none>();
+  survey_mma_rings<T, T, Rules::some>();
+  survey_mma_rings<T, f8e4m3, Rules::some>();
+  survey_mma_rings<T, f8e5m2, Rules::some>();
+  survey_mma_rings<T, i8, Rules::some>();
   survey_dim_rings<kernels::MmaShare<T, kMaxHeadDim, 1>, kernels::MmaShare<T, kMaxHeadDim, 2>>();
+}
+template <kernels::Rules kRules>
+void survey_fma_rings() {
+  survey_key_rings<kRules, kernels::FmaTile<float, 64>, kernels::FmaTile<float, 128>,
+                   kernels::FmaTile<float, 256>>();
 }
 
 }  // namespace
 
 int main() {
   simt::config().observer = observe;
-  survey_attention();
+  for (DType dtype : kDTypes) {
+    survey_attention(dtype, dtype);
+    survey_rotations(dtype, dtype);
+    for (DType cache_dtype : kQuantised) {
+      survey_attention(dtype, cache_dtype);
+      survey_rotations(dtype, cache_dtype);
+    }
+  }
   survey_moves();
-  survey_rotations();
   survey_checks();
-  survey_mma_rings<f16>();
-  survey_mma_rings<bf16>();
-  survey_key_rings<kernels::FmaTile<64>, kernels::FmaTile<128>, kernels::FmaTile<256>>();
-  survey_dim_rings<kernels::FmaShare<kMaxHeadDim>>();
+  survey_rings_for<f16>();
+  survey_rings_for<bf16>();
+  survey_fma_rings<kernels::Rules::none>();
+  survey_fma_rings<kernels::Rules::some>();
+  survey_dim_rings<kernels::FmaShare<float, kMaxHeadDim>>();
   return 0;
 }

@@ -24,8 +24,7 @@ struct Refusal {
   std::string why;       // empty when there is none
 };
 
-// Why `g` is refused, if it is. Every backend supports the same set, but that CUDA takes no quantised caches
-// yet.
+// Why `g` is refused, if it is. Every backend supports the same set.
 inline Refusal refusal(const Geometry& g) {
   if (g.dtype != DType::f32 && g.dtype != DType::f16 && g.dtype != DType::bf16)
     return {nullptr, concat("dtype is ", name(g.dtype), ", wanted one of float32, float16, bfloat16")};

@@ -1,4 +1,5 @@
-// The arithmetic of attention on a tile of 16 tokens by plain multiply-adds, for f32.
+// The arithmetic of attention on a tile of 16 tokens by plain multiply-adds, of f32 rows: for f32, and for
+// quantised caches that are converted to it.
 //
 // The same interface and the same walk as attention_mma.cuh. For S, lane l has token l mod 16 and half of
 // the 8 columns; for O it has head_dim / 32 dims of every column. Probabilities change hands in shared
@@ -27,10 +28,12 @@ struct FmaShape<256> {
   static constexpr int kStages = 1, kWarps = 2, kMinCtas = 3;
 };
 
-template <int kDim>
+// T: of query and output.
+template <class T, int kDim>
 class FmaTile {
  public:
-  using Element = float;
+  using Element = T;
+  using InShared = float;
   using Shape = FmaShape<kDim>;
   static constexpr int kHeadDim = kDim, kColumns = 8, kWarps = Shape::kWarps;
   static constexpr int kStages = Shape::kStages, kMinCtas = Shape::kMinCtas;
@@ -60,11 +63,11 @@ class FmaTile {
     for (int c = 0; c < kColumns; c++) {
       const bool valid = c < tile.num_columns;
       const Row row = row_of(a, tile, kv_head, valid ? c : 0);
-      const float* q = reinterpret_cast<const float*>(static_cast<const char*>(a.op.query) +
-                                                      row.token * a.op.query_stride_token +
-                                                      row.head * a.op.query_stride_head);
+      const T* q =
+          reinterpret_cast<const T*>(static_cast<const char*>(a.op.query) +
+                                     row.token * a.op.query_stride_token + row.head * a.op.query_stride_head);
       for (int dim = threadIdx.x; dim < kDim; dim += kWarps * kWarpSize)
-        query_[c * kDim + dim] = valid && dim < a.op.kv.key_head_dim ? q[dim] : 0.f;
+        query_[c * kDim + dim] = valid && dim < a.op.kv.key_head_dim ? ptx::to_float(q[dim]) : 0.f;
     }
   }
 
@@ -78,7 +81,7 @@ class FmaTile {
   }
 
   // Four chains per column: shorter ones lose less to rounding, and hide the latency.
-  __device__ __forceinline__ void score(SharedSlot keys) {
+  __device__ __forceinline__ void score(SharedSlot keys, const float* /*scales*/) {
     float4 sum[kMine];
 #pragma unroll
     for (int c = 0; c < kMine; c++) sum[c] = make_float4(0.f, 0.f, 0.f, 0.f);

@@ -4,8 +4,11 @@
 
 namespace paged_ops::kernels {
 
-// Lane 4 g + t has the columns 8 n + 2 t + j for j = 0, 1, and of each the dims 16 d + g and 16 d + g + 8.
-template <int kHeadDim, int kColumnTiles>
+// Lane 4 g + t has the columns 8 n + 2 t + j for j = 0, 1, and of each of them two of the dims 16 d .. 16 d +
+// 15: g and g + 8 or, where the rows of the product are values' bytes by pairs, 2 g and 2 g + 1.
+enum class DimOrder { halves, pairs };
+
+template <int kHeadDim, int kColumnTiles, DimOrder kOrder = DimOrder::halves>
 struct MmaState {
   float m[kColumnTiles][2], l[kColumnTiles][2], out[kColumnTiles][kHeadDim / 16][4];
 
@@ -55,8 +58,7 @@ struct MmaState {
 #pragma unroll
       for (int d = 0; d < kHeadDim / 16; d++)
 #pragma unroll
-        for (int e = j; e < 4; e += 2)
-          out[n][d][e] = rows[column * row_stride + d * 16 + (e >> 1) * 8 + (lane >> 2)];
+        for (int e = j; e < 4; e += 2) out[n][d][e] = rows[column * row_stride + dim(d, e >> 1, lane)];
     });
   }
   __device__ __forceinline__ void write(float* rows, int row_stride, float2* states, int lane) const {
@@ -65,8 +67,7 @@ struct MmaState {
 #pragma unroll
       for (int d = 0; d < kHeadDim / 16; d++)
 #pragma unroll
-        for (int e = j; e < 4; e += 2)
-          rows[column * row_stride + d * 16 + (e >> 1) * 8 + (lane >> 2)] = out[n][d][e];
+        for (int e = j; e < 4; e += 2) rows[column * row_stride + dim(d, e >> 1, lane)] = out[n][d][e];
     });
   }
   // The pairs alone.
@@ -83,6 +84,9 @@ struct MmaState {
   }
 
  private:
+  static __device__ __forceinline__ int dim(int d, int i, int lane) {
+    return d * 16 + (kOrder == DimOrder::halves ? i * 8 + (lane >> 2) : (lane >> 2) * 2 + i);
+  }
   template <class F>
   static __device__ __forceinline__ void for_each_column(int lane, F f) {
 #pragma unroll

@@ -6,8 +6,9 @@
 // copies some rows of each piece, each lane parts of one row.
 #pragma once
 #include "kernels/attention_args.h"
-#include "kernels/dim_walk.cuh"
+#include "kernels/element_copy.cuh"
 #include "kernels/page_table.cuh"
+#include "kernels/row_scale.cuh"
 #include "kernels/swizzle.cuh"
 #include "kernels/tile_loader.cuh"
 #include "kernels/warp.cuh"
@@ -33,7 +34,8 @@ class RingLoader {
       : kv_(a.op.kv),
         table_(a, sequence),
         ring_{ptx::opaque(ptx::smem_addr(ring)), ring},
-        apart_(!values_in_keys(a.op.kv)) {
+        apart_(kConverts || !values_in_keys(a.op.kv)),  // each with its own scales
+        kv_head_(kv_head) {
     const int piece = lane % kLanesPerRow;
     row_ = warp * kRowsOfWarp + lane / kLanesPerRow;
     copy_at_ = Slot::at(row_, piece);
@@ -76,6 +78,7 @@ class RingLoader {
   static constexpr int kUnroll = kCopy == RowCopy::asynchronous ? Slot::kPieces : 1;
   static_assert(kSlots >= 2 && Slot::proven() && Slot::kPieces % kLanesPerRow == 0);
   static_assert(kRowsOfWarp * kLanesPerRow == kWarpSize);
+  static constexpr bool kConverts = kCopy == RowCopy::converted;
 
   __device__ __forceinline__ void refill(int slot_index) {
     const bool values = values_next_;
@@ -87,27 +90,29 @@ class RingLoader {
     }
     values_next_ = apart_ && !values;
     const CacheView& view = values ? kv_.value : kv_.key;
-    copy_row(slot(slot_index), values ? values_ : keys_, view,
-             values ? kv_.value_head_dim : kv_.key_head_dim);
+    copy_row(slot(slot_index), values ? values_ : keys_, view, values ? kv_.value_head_dim : kv_.key_head_dim,
+             values);
     ptx::cp_commit();
   }
 
   // Rows past the end and dims past the head are zeros, and not read.
   __device__ __forceinline__ void copy_row(SharedSlot slot, const char* base, const CacheView& view,
-                                           int head_dim) const {
+                                           int head_dim, bool values) const {
     const char* source =
         base + unsigned(place_.block) * view.stride_block + unsigned(place_.slot) * view.stride_token;
 #pragma unroll(kUnroll)
     for (int c = 0; c < Slot::kPieces; c += kLanesPerRow) {
       const bool valid = valid_ && element_ < head_dim - c * kElementsPerPiece;
-      if constexpr (kCopy == RowCopy::asynchronous) {
+      const int first = element_ + c * kElementsPerPiece, count = valid ? head_dim - first : 0;
+      if constexpr (kCopy == RowCopy::asynchronous)
         ptx::cp_async16(slot.at + copy_at_ + c * 16, source + c * 16, valid);
-      } else {
-        auto* to = reinterpret_cast<Element*>(slot.bytes + copy_at_ + c * 16);
-        DimWalk<Element> from(source, view, element_ + c * kElementsPerPiece);
-#pragma unroll 2  // seldom run: registers count, time does not
-        for (int i = 0; i < kElementsPerPiece; i++, from.next()) to[i] = valid ? *from : Element{};
-      }
+      else if constexpr (kCopy == RowCopy::by_element)
+        copy_elements<Element>(slot.bytes + copy_at_ + c * 16, source, view, first, count);
+      else
+        convert_elements(slot.bytes + copy_at_ + c * 16, source, view, kv_.dtype, first, count, [&] {
+          const RowScale scale(kv_, values, kv_head_);
+          return scale.of_group(values, scale.at(place_), first);
+        });
     }
   }
 
@@ -119,6 +124,7 @@ class RingLoader {
   PageTable table_;
   SharedSlot ring_;
   bool apart_, values_next_ = false;
+  int kv_head_;  // whose scales are asked for
   int row_;      // of each tile, which the lane copies parts of
   int element_;  // the first of the lane's first part
   unsigned copy_at_;

@@ -11,6 +11,22 @@ struct alignas(kWidth * sizeof(T)) RopePacket {
   T element[kWidth];
 };
 
+__device__ __forceinline__ float rotated_x(float x, float y, float cosine, float sine) {
+  return __fmaf_rn(x, cosine, -(y * sine));
+}
+__device__ __forceinline__ float rotated_y(float x, float y, float cosine, float sine) {
+  return __fmaf_rn(y, cosine, x * sine);
+}
+
+// The cosines of a token's position and, behind them, the sines. A position out of range is turned by the
+// nearest: nothing is read outside, and the result is undefined.
+__device__ __forceinline__ const float* cos_sin_of(const RopeWriteParams& p, int64_t token) {
+  int64_t position = p.wide_positions ? static_cast<const int64_t*>(p.positions)[token]
+                                      : static_cast<const int32_t*>(p.positions)[token];
+  position = position < 0 ? 0 : position < p.max_position ? position : p.max_position - 1;
+  return p.cos_sin + position * p.cos_sin_stride;
+}
+
 // The thread's share of the rotation of a token's heads: kWidth pairs at a time, in two packets. All that a
 // packet needs is read by the thread that writes it, so that `to` may be `from`.
 template <class T, int kWidth, bool kInterleaved, class Rows>
@@ -31,9 +47,8 @@ __device__ __forceinline__ void rotate_heads(Rows to, HeadRows from, int num_hea
         const float cosine = cos_sin[i + k], sine = cos_sin[half + i + k];
         const float from_x = ptx::to_float(packets[x / kWidth].element[x % kWidth]);
         const float from_y = ptx::to_float(packets[y / kWidth].element[y % kWidth]);
-        turned[x / kWidth].element[x % kWidth] =
-            ptx::from_float<T>(__fmaf_rn(from_x, cosine, -(from_y * sine)));
-        turned[y / kWidth].element[y % kWidth] = ptx::from_float<T>(__fmaf_rn(from_y, cosine, from_x * sine));
+        turned[x / kWidth].element[x % kWidth] = ptx::from_float<T>(rotated_x(from_x, from_y, cosine, sine));
+        turned[y / kWidth].element[y % kWidth] = ptx::from_float<T>(rotated_y(from_x, from_y, cosine, sine));
       }
       const auto target = to.template row<T>(head);
       *reinterpret_cast<Packet*>(target + at[0]) = turned[0];
@@ -41,43 +56,48 @@ __device__ __forceinline__ void rotate_heads(Rows to, HeadRows from, int num_hea
     }
 }
 
+__device__ __forceinline__ HeadRows rows_of(const void* base, int64_t stride_token, int64_t stride_head,
+                                            int64_t token) {
+  return {static_cast<unsigned char*>(const_cast<void*>(base)) + token * stride_token, stride_head};
+}
+
+// The same of whole rows, whose dims behind the rotated ones stay.
+template <class T, int kWidth, bool kInterleaved, class Rows>
+__device__ __forceinline__ void turn_heads(const RopeWriteParams& p, Rows to, HeadRows from, int num_heads,
+                                           const float* cos_sin) {
+  rotate_heads<T, kWidth, kInterleaved>(to, from, num_heads, p.rotary_dim / 2, cos_sin);
+  if (to.at == from.at) return;
+  const int rotated_nbytes = p.rotary_dim * int(sizeof(T));
+  copy_heads<RopePacket<T, kWidth>>(to.behind(rotated_nbytes), from.behind(rotated_nbytes), num_heads,
+                                    p.write.kv.key_head_dim * int(sizeof(T)) - rotated_nbytes);
+}
+template <class T, int kWidth, bool kInterleaved>
+__device__ __forceinline__ void turn_queries(const RopeWriteParams& p, int64_t token, const float* cos_sin) {
+  turn_heads<T, kWidth, kInterleaved>(p, rows_of(p.query_out, p.out_stride_token, p.out_stride_head, token),
+                                      rows_of(p.query, p.query_stride_token, p.query_stride_head, token),
+                                      p.num_q_heads, cos_sin);
+}
+
 // blockDim: pairs of a row, heads, 2 (queries; keys and values). CacheRows: HeadRows, or PackedRows where a
 // cache is not plain.
 template <class T, int kWidth, bool kInterleaved, class CacheRows>
 __global__ void rope_write_kernel(const RopeWriteParams p) {
-  using Packet = RopePacket<T, kWidth>;
   const CacheWriteParams& w = p.write;
   const int64_t token = blockIdx.x;
-  // A position out of range is turned by the nearest: nothing is read outside, and the result is undefined.
-  int64_t position = p.wide_positions ? static_cast<const int64_t*>(p.positions)[token]
-                                      : static_cast<const int32_t*>(p.positions)[token];
-  position = position < 0 ? 0 : position < p.max_position ? position : p.max_position - 1;
-  const float* cos_sin = p.cos_sin + position * p.cos_sin_stride;
-  const int half = p.rotary_dim / 2;
-  const int rotated_nbytes = p.rotary_dim * int(sizeof(T));
-  const int rest_nbytes = w.kv.key_head_dim * int(sizeof(T)) - rotated_nbytes;
-  const auto rows = [&](const void* base, int64_t stride_token, int64_t stride_head) {
-    return HeadRows{static_cast<unsigned char*>(const_cast<void*>(base)) + token * stride_token, stride_head};
-  };
-  const auto turn = [&](auto to, HeadRows from, int num_heads) {
-    rotate_heads<T, kWidth, kInterleaved>(to, from, num_heads, half, cos_sin);
-    if (to.at == from.at) return;
-    copy_heads<Packet>(to.behind(rotated_nbytes), from.behind(rotated_nbytes), num_heads, rest_nbytes);
-  };
-  if (threadIdx.z == 0) {
-    turn(rows(p.query_out, p.out_stride_token, p.out_stride_head),
-         rows(p.query, p.query_stride_token, p.query_stride_head), p.num_q_heads);
-    return;
-  }
+  const float* cos_sin = cos_sin_of(p, token);
+  if (threadIdx.z == 0) return turn_queries<T, kWidth, kInterleaved>(p, token, cos_sin);
   const int64_t slot = token < w.num_tokens ? w.slot_mapping[token] : -1;
   if (slot < 0 || slot >= w.kv.num_blocks * w.kv.block_size) return;  // skipped, or nowhere
   const int64_t block = slot / w.kv.block_size, offset = slot % w.kv.block_size;
   const auto place = [&](const CacheView& cache) {
     return cache_rows<CacheRows>(cache, block, offset, w.kv.dtype);
   };
-  turn(place(w.kv.key), rows(w.key, w.key_stride_token, w.key_stride_head), w.kv.num_kv_heads);
-  copy_heads<Packet>(place(w.kv.value), rows(w.value, w.value_stride_token, w.value_stride_head),
-                     w.kv.num_kv_heads, w.kv.value_head_dim * int(sizeof(T)));
+  turn_heads<T, kWidth, kInterleaved>(p, place(w.kv.key),
+                                      rows_of(w.key, w.key_stride_token, w.key_stride_head, token),
+                                      w.kv.num_kv_heads, cos_sin);
+  copy_heads<RopePacket<T, kWidth>>(place(w.kv.value),
+                                    rows_of(w.value, w.value_stride_token, w.value_stride_head, token),
+                                    w.kv.num_kv_heads, w.kv.value_head_dim * int(sizeof(T)));
 }
 
 }  // namespace paged_ops::kernels

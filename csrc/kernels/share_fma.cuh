@@ -11,12 +11,14 @@
 
 namespace paged_ops::kernels {
 
-template <int kDim>
+// T: of query and output.
+template <class T, int kDim>
 class FmaShare {
   static constexpr int kSteps = kDim / kShareDims;
 
  public:
-  using Element = float;
+  using Element = T;
+  using InShared = float;
   static constexpr int kHeadDim = kDim, kColumns = 8;
   static constexpr int kSlots = 2;
   using Slot = SwizzledSlot<kDim* int(sizeof(float))>;
@@ -76,12 +78,12 @@ class FmaShare {
     for (int c = 0; c < kColumns; c++) {
       const bool valid = c < tile.num_columns;
       const Row row = row_of(a, tile, kv_head, valid ? c : 0);
-      const float* q = reinterpret_cast<const float*>(static_cast<const char*>(a.op.query) +
-                                                      row.token * a.op.query_stride_token +
-                                                      row.head * a.op.query_stride_head);
+      const T* q =
+          reinterpret_cast<const T*>(static_cast<const char*>(a.op.query) +
+                                     row.token * a.op.query_stride_token + row.head * a.op.query_stride_head);
       for (int dim = threadIdx.x; dim < kDim; dim += kShares * kWarpSize)
         reinterpret_cast<float*>(scratch)[c * kDim + dim] =
-            valid && dim < a.op.kv.key_head_dim ? q[dim] : 0.f;
+            valid && dim < a.op.kv.key_head_dim ? ptx::to_float(q[dim]) : 0.f;
     }
   }
 

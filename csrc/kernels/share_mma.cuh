@@ -19,6 +19,7 @@ template <class T, int kDim, int kColumnTiles>
 class MmaShare {
  public:
   using Element = T;
+  using InShared = T;
   static constexpr int kHeadDim = kDim, kColumns = 8 * kColumnTiles;
   static constexpr int kSlots = 4;  // of a ring that leaves a CTA within 99 KB
   using Slot = SwizzledSlot<kDim* int(sizeof(T))>;

@@ -37,7 +37,8 @@ class SplitColumns {
 
  private:
   static constexpr int kStrands = Tile::kWarps;  // into which split_keys.cuh cuts a chunk
-  using Loader = StrandLoader<Element, kHeadDim, Shape::kStages, kWarps, kStrands, kRules == Rules::some>;
+  using Loader = StrandLoader<typename Tile::InShared, kHeadDim, Shape::kStages, kWarps, kStrands,
+                              kRules == Rules::some>;
   static_assert(Tile::kQueryInRegisters);
   // Of the sum of a chunk's strands, m and l lie behind the ring: registers less across the main loop.
   static constexpr int kWeights = Loader::kRingNbytes, kWeightsNbytes = kColumns * int(sizeof(float2));
@@ -58,7 +59,8 @@ class SplitColumns {
     const bool idle = first_column >= columns.num_columns;  // it copies for the others
     Loader loader(a, columns.sequence, kv_head, warp, lane, shared.base);
     const int origin = chunks_origin(first);
-    loader.start(origin + first_chunk * kChunkTokens, first, min(origin + end_chunk * kChunkTokens, end));
+    loader.start(origin + first_chunk * kChunkTokens, first, min(origin + end_chunk * kChunkTokens, end),
+                 kv_head);
     Tile tile(warp, lane, nullptr);
     tile.load_query(a, columns.part(first_column, Tile::kColumns), kv_head, nullptr);
     __syncthreads();
@@ -73,9 +75,9 @@ class SplitColumns {
         const Sight sight(a, shared.sight(), warp, lane);
         const auto seen_from = [&] { return Sight::kRuled ? work.first_seen_by_any : 0; };
         const auto step = [&](int first_token, auto edge) {
-          loader.next(seen_from());
+          loader.next(seen_from(), work.kv_head);
           if (!idle) {
-            tile.score(loader.keys());
+            tile.score(loader.keys(), loader.scales());
             if constexpr (edge.value && Sight::kRuled) {
               sight.look(first_token);
               __syncwarp();  // all lanes can see what is seen

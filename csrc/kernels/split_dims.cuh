@@ -22,7 +22,7 @@ class SplitDims {
   static constexpr int kHeadDim = Share::kHeadDim, kColumns = Share::kColumns, kWarps = 4, kMinCtas = 2;
 
  private:
-  using Loader = RingLoader<Element, kHeadDim, Share::kSlots, kWarps, kCopy>;
+  using Loader = RingLoader<typename Share::InShared, kHeadDim, Share::kSlots, kWarps, kCopy>;
   using State = typename Share::State;
   static constexpr int kScratch = Loader::kRingNbytes;
 

@@ -25,7 +25,7 @@ class SplitKeys {
   static constexpr int kMinCtas = kCopy == RowCopy::asynchronous ? Tile::kMinCtas : Tile::kMinCtas - 1;
 
  private:
-  using Loader = TileLoader<Element, kHeadDim, Tile::kStages, kWarps, kCopy>;
+  using Loader = TileLoader<typename Tile::InShared, kHeadDim, Tile::kStages, kWarps, kCopy>;
   static_assert(Loader::Slot::proven() && kChunkTokens % (kTileTokens * kWarps) == 0);
   // The warps' states lie in place of the rings, between chunks.
   static constexpr int kStatesNbytes =
@@ -63,7 +63,7 @@ class SplitKeys {
       int stage = 0;
       const auto step = [&](int token, auto edge) {
         const int refill = token + Tile::kStages * Loader::kStride;
-        tile.score(loader.key_slot(stage));
+        tile.score(loader.key_slot(stage), loader.scales(stage));
         if constexpr (edge.value) sight.look(token);
         __syncwarp();  // every lane has read K: its slot is free
         loader.advance(refill);
@@ -83,8 +83,7 @@ class SplitKeys {
       const int first = Sight::kRuled ? work.first_seen_by_any : 0;
       int token = first_tile_of(chunks_origin(first) + chunk * kChunkTokens, first, warp);
       if constexpr (Sight::kRuled)
-        for (const int edge = min(work.first_seen_by_all, loader.end()); token < edge;
-             token += Loader::kStride)
+        for (; token < min(work.first_seen_by_all, loader.end()); token += Loader::kStride)
           step(token, std::true_type());
       for (const int full = min(work.seen_by_all, loader.end()) - kTileTokens; token <= full;
            token += Loader::kStride)

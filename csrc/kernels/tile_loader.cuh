@@ -4,17 +4,16 @@
 // before waiting for anything, so that while a warp waits all its slots are in flight, and while it computes
 // all but one. Commit groups in order: K0 V0 K1 V1 ...; each wait leaves the 2 * kStages - 1 youngest alone.
 #pragma once
+#include <type_traits>
+
 #include "kernels/attention_args.h"
-#include "kernels/dim_walk.cuh"
+#include "kernels/element_copy.cuh"
 #include "kernels/page_table.cuh"
+#include "kernels/row_scale.cuh"
 #include "kernels/swizzle.cuh"
 #include "kernels/warp.cuh"
 
 namespace paged_ops::kernels {
-
-// How rows get to shared memory. Asynchronous copies want every row plain and 16-byte aligned; where a
-// caller's base or strides are not, elements are loaded one by one, with the same results.
-enum class RowCopy { asynchronous, by_element };
 
 // A slot as the matrix and copy instructions address it, and as a pointer.
 struct SharedSlot {
@@ -22,13 +21,23 @@ struct SharedSlot {
   unsigned char* bytes;
 };
 
+// Scales of a stage, where its elements are numbers of a quantised cache: of K's 16 rows, then of V's.
+template <class Element>
+constexpr int kScalesNbytes =
+    is_quantised(dtype_of<Element>::value) ? 2 * kTileTokens * int(sizeof(float)) : 0;
+
+// Element: as they lie in the ring, and in the cache unless they are converted.
 template <class Element, int kHeadDim, int kStages, int kWarps, RowCopy kCopy>
 class TileLoader {
+  static constexpr bool kConverts = kCopy == RowCopy::converted;
+  static constexpr bool kScales = kScalesNbytes<Element> > 0;  // come along, with K
+
  public:
   static constexpr int kRowNbytes = kHeadDim * int(sizeof(Element));
   using Slot = SwizzledSlot<kRowNbytes>;
-  static constexpr int kRingNbytes = 2 * kStages * Slot::kNbytes;  // of one warp
-  static constexpr int kStride = kTileTokens * kWarps;             // from one tile of a warp to its next
+  static constexpr int kSlotsNbytes = 2 * kStages * Slot::kNbytes;
+  static constexpr int kRingNbytes = kSlotsNbytes + kStages * kScalesNbytes<Element>;  // of one warp
+  static constexpr int kStride = kTileTokens * kWarps;  // from one tile of a warp to its next
 
   // `rings` has kWarps rings.
   __device__ __forceinline__ TileLoader(const AttentionArgs& a, int sequence, int kv_head, int warp, int lane,
@@ -39,7 +48,8 @@ class TileLoader {
         lane_(lane),
         copy_at_(Slot::at(lane / kLanesPerRow, lane % kLanesPerRow)),
         key_head_dim_(a.op.kv.key_head_dim),
-        value_head_dim_(a.op.kv.value_head_dim) {
+        value_head_dim_(a.op.kv.value_head_dim),
+        scale_(a.op.kv, lane >= kTileTokens, kv_head) {
     const PagedKV& kv = a.op.kv;
     const int first_piece = kCopy == RowCopy::asynchronous ? lane % kLanesPerRow * 16 : 0;
     keys_ = static_cast<const char*>(kv.key.data) + kv_head * kv.key.stride_head + first_piece;
@@ -58,9 +68,14 @@ class TileLoader {
 #pragma unroll
     for (int s = 1; s < kStages; s++) places[s] = look_up(first + s * kStride);
     ahead_ = look_up(first + kStages * kStride);
+    if constexpr (kScales)
+      if (scale_.is_uniform()) {  // else they are copied
+#pragma unroll
+        for (int s = 0; s < kStages; s++) scales_of(s)[lane_] = scale_.uniform();
+      }
 #pragma unroll
     for (int s = 0; s < kStages; s++) {
-      row_offset_ = locate(places[s]);
+      find(places[s]);
       copy_keys(first + s * kStride, s);
       copy_values(first + s * kStride, s);
     }
@@ -69,6 +84,10 @@ class TileLoader {
   __device__ __forceinline__ int end() const { return end_; }
   __device__ __forceinline__ SharedSlot key_slot(int stage) const { return slot(stage); }
   __device__ __forceinline__ SharedSlot value_slot(int stage) const { return slot(kStages + stage); }
+  // They come with the keys.
+  __device__ __forceinline__ const float* scales(int stage) const {
+    return kScales ? scales_of(stage) : nullptr;
+  }
 
   // Waits until the oldest slot not waited for has landed, for all lanes.
   __device__ __forceinline__ void wait() const {
@@ -80,10 +99,11 @@ class TileLoader {
   // Moves on to the rows of the tile at `token`. Its block ids were read one tile ago, and those of the next
   // one are now.
   __device__ __forceinline__ void advance(int token) {
-    row_offset_ = locate(ahead_);
+    find(ahead_);
     ahead_ = look_up(token + kStride);
   }
   __device__ __forceinline__ void copy_keys(int token, int stage) {
+    if constexpr (kScales) copy_scales(token, stage);
     copy(token, key_slot(stage), keys_, kv_.key, 0, key_head_dim_);
   }
   __device__ __forceinline__ void copy_values(int token, int stage) {
@@ -110,6 +130,23 @@ class TileLoader {
     return unsigned(place.block) * stride_block_ + unsigned(place.slot) * stride_token_;
   }
 
+  __device__ __forceinline__ void find(PageTable::Place place) {
+    row_offset_ = locate(place);
+    if constexpr (kScales || kConverts) scale_at_ = scale_.at(place);
+  }
+
+  __device__ __forceinline__ float* scales_of(int stage) const {
+    return reinterpret_cast<float*>(ring_.bytes + kSlotsNbytes + stage * kScalesNbytes<Element>);
+  }
+  __device__ __forceinline__ void copy_scales(int token, int stage) const {
+    if (scale_at_ == nullptr || token >= end_) return;
+    const bool valid = token + lane_ % kTileTokens < end_;
+    if constexpr (kCopy == RowCopy::asynchronous)
+      ptx::cp_async4(ring_.at + kSlotsNbytes + stage * kScalesNbytes<Element> + lane_ * 4, scale_at_, valid);
+    else
+      scales_of(stage)[lane_] = valid ? __ldg(scale_at_) : 0.f;
+  }
+
   // Lane `owner` + r knows where row r is. Rows past the end and dims past the head are zeros, and not read.
   __device__ __forceinline__ void copy(int token, SharedSlot slot, const char* base, const CacheView& view,
                                        int owner, int head_dim) {
@@ -119,26 +156,26 @@ class TileLoader {
 #pragma unroll(kUnroll)
       for (int r = 0; r < kTileTokens; r += kRowsPerCopy) {
         const char* source = base + __shfl_sync(kAllLanes, row_offset_, owner + copy_row + r);
+        const float* scales = nullptr;
+        if constexpr (kConverts)
+          scales = reinterpret_cast<const float*>(
+              __shfl_sync(kAllLanes, reinterpret_cast<intptr_t>(scale_at_), owner + copy_row + r));
 #pragma unroll(kUnroll)
         for (int c = 0; c < Slot::kPieces; c += kLanesPerRow) {
           const bool valid = r < rows && (c + copy_piece) * kElementsPerPiece < head_dim;
           const unsigned to = Slot::down(copy_at_, r) + c * 16;
+          const int first = (c + copy_piece) * kElementsPerPiece, count = valid ? head_dim - first : 0;
           if constexpr (kCopy == RowCopy::asynchronous)
             ptx::cp_async16(slot.at + to, source + c * 16, valid);
+          else if constexpr (kCopy == RowCopy::by_element)
+            copy_elements<Element>(slot.bytes + to, source, view, first, count);
           else
-            copy_by_element(slot.bytes + to, source, view, (c + copy_piece) * kElementsPerPiece, valid);
+            convert_elements(slot.bytes + to, source, view, kv_.dtype, first, count,
+                             [&] { return scale_.of_group(owner != 0, scales, first); });
         }
       }
     }
     ptx::cp_commit();  // an empty group too: it keeps the count
-  }
-
-  static __device__ __forceinline__ void copy_by_element(unsigned char* to, const char* row,
-                                                         const CacheView& view, int dim, bool valid) {
-    DimWalk<Element> from(row, view, dim);
-#pragma unroll 2  // seldom run: registers count, time does not
-    for (int i = 0; i < kElementsPerPiece; i++, from.next())
-      reinterpret_cast<Element*>(to)[i] = valid ? *from : Element{};
   }
 
   const PagedKV& kv_;
@@ -148,6 +185,9 @@ class TileLoader {
   int lane_;
   unsigned copy_at_;
   int key_head_dim_, value_head_dim_;
+  // Of the lane's row, as the strides are.
+  std::conditional_t<kScales || kConverts, RowScale, NoScale> scale_;
+  const float* scale_at_ = nullptr;
   const char* keys_;
   const char* values_;
   int64_t stride_block_, stride_token_;  // of K for the first 16 lanes, of V for the others

@@ -1,4 +1,6 @@
 // Attention over a paged KV cache: from the op's parameters to a launch.
+#include <type_traits>
+
 #include "core/dispatch.h"
 #include "kernels/work_list.cuh"
 #include "launch/attention_launch.h"
@@ -35,10 +37,12 @@ void run_attention(const AttentionPlan& plan, const AttentionParams& op, cudaStr
   }
   dispatch<float, f16, bf16>("query", op.dtype, [&](auto t) {
     using T = typename decltype(t)::type;
-    if (plan.head_dim > 256)
-      launch_wide_attention<T>(plan, args, stream);
-    else
-      launch_attention<T>(plan, args, stream);
+    if (plan.head_dim > 256) return launch_wide_attention<T>(plan, args, stream);
+    if (op.kv.dtype == op.dtype || plan.converted) return launch_attention<T, T>(plan, args, stream);
+    if constexpr (!std::is_same_v<T, float>)
+      dispatch<f8e4m3, f8e5m2, i8>("key_cache", op.kv.dtype, [&](auto stored) {
+        launch_attention<T, typename decltype(stored)::type>(plan, args, stream);
+      });
   });
 }
 
@@ -47,8 +51,6 @@ void launch_work_list(const kernels::AttentionArgs& args, cudaStream_t stream) {
 }
 
 void attention(const AttentionParams& p, const Context& context) {
-  PAGED_OPS_REQUIRE(!is_quantised(p.kv.dtype), "key_cache: is ", name(p.kv.dtype),
-                    ", not on this backend yet");
   const DeviceGuard guard(context.device);
   const auto stream = static_cast<cudaStream_t>(context.stream);
   const AttentionPlan plan = plan_attention(p);

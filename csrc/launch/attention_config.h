@@ -16,7 +16,8 @@ namespace paged_ops::launch {
 struct AttentionPlan {
   int head_dim;      // the kernel's: 64, 128, 256 or kMaxHeadDim, the next one up
   int column_tiles;  // of 8 columns per CTA: 1, 2 or kSplitColumnTiles
-  bool aligned;      // K and V rows are plain and can be copied 16 bytes at a time
+  bool aligned;      // K and V rows are plain and can be copied 16 bytes at a time, as they are
+  bool converted;    // they are numbers of a quantised cache, and become f32 when they are copied
   bool ruled;        // the kernels that know of windows, soft caps, ALiBi and trees; they need no such rule
   bool parallel;     // CTAs share chunks by the work list
   int capacity;      // tokens a row of the block table has room for
@@ -34,6 +35,13 @@ struct AttentionPlan {
 // With so many tiles of columns, a CTA's warps split the columns and share the keys (split_columns.cuh). Two
 // states of a column must fit in the registers, so that there is no such kernel for wider heads.
 constexpr int kSplitColumnTiles = 8, kMaxSplitHeadDim = 128;
+// The most tiles of columns for which there is a kernel of a head dim that copies 16 bytes at a time: what
+// registers allow beside the scales of a quantised cache and the rows that are widened.
+constexpr int most_column_tiles(DType cache_dtype, int kernel_head_dim) {
+  if (is_quantised(cache_dtype))
+    return kernel_head_dim <= 64 ? kSplitColumnTiles : kernel_head_dim <= 128 ? 2 : 1;
+  return kernel_head_dim <= kMaxSplitHeadDim ? kSplitColumnTiles : 2;
+}
 // From so many places on a prefill keeps every multiprocessor busy without sharing chunks.
 constexpr int64_t kPrefillCtas = 264;
 // Partial states beyond this much memory are not worth their parallelism.
@@ -51,11 +59,17 @@ inline AttentionPlan plan_attention(const AttentionParams& op) {
   AttentionPlan plan{};
   const int head_dim = std::max(kv.key_head_dim, kv.value_head_dim);
   plan.head_dim = head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : head_dim <= 256 ? 256 : kMaxHeadDim;
-  plan.aligned = is_plain(kv) && multiple_of_16(kv.key) && multiple_of_16(kv.value);
+  const bool quantised = is_quantised(kv.dtype);
+  plan.converted =
+      quantised && (op.dtype == DType::f32 || kv.dtype == DType::i4 || plan.head_dim == kMaxHeadDim);
+  const auto whole_pieces = [&](int dim) { return row_nbytes(kv.dtype, dim) % 16 == 0; };
+  plan.aligned = is_plain(kv) && multiple_of_16(kv.key) && multiple_of_16(kv.value) &&
+                 whole_pieces(kv.key_head_dim) && whole_pieces(kv.value_head_dim) && !plan.converted;
   // A sink concerns a row's end only. Copies by element are slow whatever else there is: one kernel for all.
   const AttentionRules& rules = op.rules;
   const bool has_rules = rules.window || rules.soft_cap != 0.f || rules.alibi_slopes || rules.tree_mask;
-  plan.ruled = has_rules || !plan.aligned;
+  // So are quantised caches, whose kernels are many.
+  plan.ruled = has_rules || !plan.aligned || quantised;
 
   // Positions and look-ahead must stay within 32 bits.
   constexpr int64_t kMaxTokens = INT32_MAX - 8 * kernels::kChunkTokens;
@@ -90,7 +104,7 @@ inline AttentionPlan plan_attention(const AttentionParams& op) {
   plan.parallel = can_share && (few_tokens || num_slots(column_tiles) * kv.num_kv_heads < enough);
   if (!plan.parallel) plan.workspace_nbytes = 0;
 
-  plan.column_tiles = plan.aligned ? column_tiles : 1;
+  plan.column_tiles = plan.aligned ? std::min(column_tiles, most_column_tiles(kv.dtype, plan.head_dim)) : 1;
   plan.num_slots = num_slots(plan.column_tiles);
   plan.num_places = plan.num_slots * kv.num_kv_heads;
   PAGED_OPS_REQUIRE(plan.num_places <= INT32_MAX, "query: ", op.num_tokens, " tokens of ", op.num_q_heads,

@@ -4,9 +4,9 @@
 namespace paged_ops::launch {
 
 template <>
-void launch_attention<f16>(const AttentionPlan& plan, const kernels::AttentionArgs& args,
-                           cudaStream_t stream) {
-  launch_attention_mma<f16>(plan, args, stream);
+void launch_attention<f16, f16>(const AttentionPlan& plan, const kernels::AttentionArgs& args,
+                                cudaStream_t stream) {
+  launch_attention_mma<f16, f16>(plan, args, stream);
 }
 
 }  // namespace paged_ops::launch

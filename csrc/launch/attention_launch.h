@@ -9,7 +9,8 @@ namespace paged_ops::launch {
 // Launches the op as `plan` says; its workspace must be as large as the plan's. Any plan gives the same bits.
 void run_attention(const AttentionPlan& plan, const AttentionParams& op, cudaStream_t stream);
 
-template <class T>
+// T: of the query. Stored: as rows come to shared memory, T or numbers of 8 bits.
+template <class T, class Stored>
 void launch_attention(const AttentionPlan& plan, const kernels::AttentionArgs& args, cudaStream_t stream);
 
 // The same for heads wider than 256.

@@ -19,7 +19,9 @@ void launch_wide_attention(const AttentionPlan& plan, const kernels::AttentionAr
                            cudaStream_t stream) {
   using kernels::MmaShare, kernels::RowCopy;
   using Narrow = MmaShare<T, kMaxHeadDim, 1>;
-  if (!plan.aligned)
+  if (plan.converted)
+    launch_attention_walk<Walk<kernels::FmaShare<T, kMaxHeadDim>, RowCopy::converted>>(plan, args, stream);
+  else if (!plan.aligned)
     launch_attention_walk<Walk<Narrow, RowCopy::by_element>>(plan, args, stream);
   else if (plan.column_tiles == 1)
     launch_attention_walk<Walk<Narrow, RowCopy::asynchronous>>(plan, args, stream);
@@ -31,10 +33,12 @@ template <>
 void launch_wide_attention<float>(const AttentionPlan& plan, const kernels::AttentionArgs& args,
                                   cudaStream_t stream) {
   using kernels::FmaShare, kernels::RowCopy;
-  if (plan.aligned)
-    launch_attention_walk<Walk<FmaShare<kMaxHeadDim>, RowCopy::asynchronous>>(plan, args, stream);
+  if (plan.converted)
+    launch_attention_walk<Walk<FmaShare<float, kMaxHeadDim>, RowCopy::converted>>(plan, args, stream);
+  else if (plan.aligned)
+    launch_attention_walk<Walk<FmaShare<float, kMaxHeadDim>, RowCopy::asynchronous>>(plan, args, stream);
   else
-    launch_attention_walk<Walk<FmaShare<kMaxHeadDim>, RowCopy::by_element>>(plan, args, stream);
+    launch_attention_walk<Walk<FmaShare<float, kMaxHeadDim>, RowCopy::by_element>>(plan, args, stream);
 }
 
 template void launch_wide_attention<f16>(const AttentionPlan&, const kernels::AttentionArgs&, cudaStream_t);

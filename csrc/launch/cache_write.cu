@@ -7,16 +7,16 @@
 #include "launch/index_check.h"
 #include "launch/ops.h"
 #include "launch/packet_width.h"
+#include "launch/quantise.h"
 
 namespace paged_ops::launch {
 
 void cache_write(const CacheWriteParams& p, const Context& context) {
-  PAGED_OPS_REQUIRE(!is_quantised(p.kv.dtype), "key_cache: is ", name(p.kv.dtype),
-                    ", not on this backend yet");
   if (p.num_tokens == 0) return;
   const DeviceGuard guard(context.device);
   const auto stream = static_cast<cudaStream_t>(context.stream);
   if (context.check) check_slot_mapping(p, stream);
+  if (is_quantised(p.kv.dtype)) return cache_quantise(p, stream);
 
   const int key_nbytes = p.kv.key_head_dim * itemsize(p.dtype),
             value_nbytes = p.kv.value_head_dim * itemsize(p.dtype);

@@ -9,12 +9,11 @@
 #include "launch/index_check.h"
 #include "launch/ops.h"
 #include "launch/packet_width.h"
+#include "launch/quantise.h"
 
 namespace paged_ops::launch {
 
 void rope_write(const RopeWriteParams& p, const Context& context) {
-  PAGED_OPS_REQUIRE(!is_quantised(p.write.kv.dtype), "key_cache: is ", name(p.write.kv.dtype),
-                    ", not on this backend yet");
   if (p.num_tokens == 0) return;
   const DeviceGuard guard(context.device);
   const auto stream = static_cast<cudaStream_t>(context.stream);
@@ -23,6 +22,7 @@ void rope_write(const RopeWriteParams& p, const Context& context) {
     if (w.num_tokens > 0) check_slot_mapping(w, stream);
     check_positions(p, stream);
   }
+  if (is_quantised(w.kv.dtype)) return rope_quantise(p, stream);
   constexpr int kWidth = 4;
   const int64_t item = itemsize(w.dtype), half = p.rotary_dim / 2;
   PacketWidth bits;

@@ -1,12 +1,12 @@
 // Every instruction that CUDA C++ has no name for, each with its host twin: the only inline PTX there is.
 //
 //   addresses      smem_t, smem_addr
-//   async copies   cp_async16, cp_commit, cp_wait<N>, cp_wait_all
+//   async copies   cp_async16, cp_async4, cp_commit, cp_wait<N>, cp_wait_all
 //   matrices       ldmatrix_x2, ldmatrix_x2_trans, ldmatrix_x4, ldmatrix_x4_trans, movmatrix_trans,
 //                  mma_m16n8k16<f16 | bf16>
-//   conversions    to_float, from_float<T>, pack2<T>, unpack2<T>
+//   conversions    to_float, from_float<T>, pack2<T>, unpack2<T>, kWidensE4m3, widen_e4m3
 //   memory         load16, store16, load16_once, store16_once, load_l2
-//   arithmetic     ex2, byte_perm, opaque
+//   arithmetic     ex2, lg2, fma2<T>, byte_perm, opaque
 //
 // Fragments, for lane = 4 g + t (PTX ISA, "Matrix Fragments for mma.m16n8k16"); a register is a pair, low
 // half first:
@@ -36,6 +36,12 @@ __device__ __forceinline__ void cp_async16(smem_t destination, const void* sourc
   const int nbytes = valid ? 16 : 0;
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(destination), "l"(source),
                "r"(nbytes)
+               : "memory");
+}
+// The same with 4 bytes, which L1 keeps.
+__device__ __forceinline__ void cp_async4(smem_t destination, const void* source, bool valid = true) {
+  const int nbytes = valid ? 4 : 0;
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(destination), "l"(source), "r"(nbytes)
                : "memory");
 }
 // Ends the group of the copies since the last commit; a group may be empty.
@@ -147,6 +153,19 @@ template <>
 __device__ __forceinline__ float2 unpack2<bf16>(uint32_t pair) {
   return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
+// Four numbers of e4m3 as two pairs of f16, where the machine has an instruction for it.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+constexpr bool kWidensE4m3 = true;
+__device__ __forceinline__ void widen_e4m3(uint32_t four, uint32_t& low, uint32_t& high) {
+  asm("{ .reg .b16 first, second; mov.b32 {first, second}, %2; cvt.rn.f16x2.e4m3x2 %0, first; "
+      "cvt.rn.f16x2.e4m3x2 %1, second; }"
+      : "=r"(low), "=r"(high)
+      : "r"(four));
+}
+#else
+constexpr bool kWidensE4m3 = false;
+__device__ __forceinline__ void widen_e4m3(uint32_t, uint32_t&, uint32_t&) { __trap(); }
+#endif
 
 // 16 bytes from and to an aligned address. `once`: nobody reads them again soon, caches need not keep them.
 __device__ __forceinline__ uint4 load16(const void* p) { return *static_cast<const uint4*>(p); }
@@ -164,6 +183,23 @@ __device__ __forceinline__ float ex2(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+// The base-2 logarithm, to 2^-22 of itself, or of 1 between 1/2 and 2.
+__device__ __forceinline__ float lg2(float x) { return __log2f(x); }
+// a b + c of pairs, rounded once (the twin rounds to f32 first); subnormal numbers are numbers.
+template <class T>
+__device__ __forceinline__ uint32_t fma2(uint32_t a, uint32_t b, uint32_t c);
+template <>
+__device__ __forceinline__ uint32_t fma2<f16>(uint32_t a, uint32_t b, uint32_t c) {
+  const auto pair = [](const uint32_t& x) { return *reinterpret_cast<const __half2*>(&x); };
+  const __half2 d = __hfma2(pair(a), pair(b), pair(c));
+  return *reinterpret_cast<const uint32_t*>(&d);
+}
+template <>
+__device__ __forceinline__ uint32_t fma2<bf16>(uint32_t a, uint32_t b, uint32_t c) {
+  const auto pair = [](const uint32_t& x) { return *reinterpret_cast<const __nv_bfloat162*>(&x); };
+  const __nv_bfloat162 d = __hfma2(pair(a), pair(b), pair(c));
+  return *reinterpret_cast<const uint32_t*>(&d);
 }
 // Byte i of the result is the byte of {b, a} that nibble i of `selector` names, 0 to 7.
 __device__ __forceinline__ uint32_t byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
@@ -190,17 +226,30 @@ using Where = std::source_location;
 using smem_t = unsigned char*;
 inline smem_t smem_addr(const void* p) { return static_cast<smem_t>(const_cast<void*>(p)); }
 
+inline void check_aligned(const void* p, size_t nbytes, const char* op, const char* what,
+                          const Where& where) {
+  if (reinterpret_cast<uintptr_t>(p) % nbytes)
+    simt::fault(concat(what, " is not ", nbytes, "-byte aligned"), {op, where});
+}
 inline void check_aligned16(const void* p, const char* op, const char* what, const Where& where) {
-  if (reinterpret_cast<uintptr_t>(p) % 16) simt::fault(concat(what, " is not 16-byte aligned"), {op, where});
+  check_aligned(p, 16, op, what, where);
 }
 
+inline void cp_async(smem_t destination, const void* source, size_t nbytes, bool valid, const char* op,
+                     const Where& where) {
+  check_aligned(destination, nbytes, op, "destination", where);
+  if (valid) check_aligned(source, nbytes, op, "source", where);
+  simt::Block& block = *current_fiber->block;
+  current_fiber->copies.issue(destination, valid ? source : nullptr, nbytes, block.copy_lands_at_once(),
+                              {op, where});
+}
 inline void cp_async16(smem_t destination, const void* source, bool valid = true,
                        const Where where = Where::current()) {
-  check_aligned16(destination, "cp_async16", "destination", where);
-  if (valid) check_aligned16(source, "cp_async16", "source", where);
-  simt::Block& block = *current_fiber->block;
-  current_fiber->copies.issue(destination, valid ? source : nullptr, block.copy_lands_at_once(),
-                              {"cp_async16", where});
+  cp_async(destination, source, 16, valid, "cp_async16", where);
+}
+inline void cp_async4(smem_t destination, const void* source, bool valid = true,
+                      const Where where = Where::current()) {
+  cp_async(destination, source, 4, valid, "cp_async4", where);
 }
 inline void cp_commit() { current_fiber->copies.commit(); }
 template <int N>
@@ -269,6 +318,13 @@ inline float2 unpack2(uint32_t pair) {
   return {to_float(T{uint16_t(pair)}), to_float(T{uint16_t(pair >> 16)})};
 }
 
+constexpr bool kWidensE4m3 = false;  // so that what other machines do is run
+inline void widen_e4m3(uint32_t four, uint32_t& low, uint32_t& high) {
+  const auto at = [&](int i) { return portable::to_float(f8e4m3{uint8_t(four >> 8 * i)}); };
+  low = pack2<f16>(at(0), at(1));
+  high = pack2<f16>(at(2), at(3));
+}
+
 template <class T>
 inline void mma_m16n8k16(float (&c)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
                          const Where where = Where::current()) {
@@ -298,6 +354,12 @@ inline V load_l2(const V* p) {
 inline float ex2(float x) {
   const float y = std::exp2(x);
   return y < 1.17549435e-38f ? 0.0f : y;  // NaN is not less
+}
+inline float lg2(float x) { return std::log2(x); }
+template <class T>
+inline uint32_t fma2(uint32_t a, uint32_t b, uint32_t c) {
+  const float2 x = unpack2<T>(a), y = unpack2<T>(b), z = unpack2<T>(c);
+  return pack2<T>(std::fma(x.x, y.x, z.x), std::fma(x.y, y.y, z.y));
 }
 inline uint32_t byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
   const uint64_t bytes = uint64_t(b) << 32 | a;

@@ -19,38 +19,10 @@
 #include "launch/block_swap_config.h"
 #include "launch/packet_width.h"
 #include "params/backend.h"
+#include "problem.h"
 #include "simt/emulator/config.h"
 
-using namespace paged_ops;
-using launch::AttentionPlan;
-
 namespace {
-
-#define CHECK(condition, ...)                                                        \
-  do {                                                                               \
-    if (!(condition)) fail("line ", __LINE__, ": ", #condition, " ", ##__VA_ARGS__); \
-  } while (false)
-
-std::mt19937 rng(1);
-int uniform(int low, int high) { return std::uniform_int_distribution<int>(low, high)(rng); }
-
-const int32_t kNotRead = 0;  // its address says "varlen"
-const float kOne = 1.f;
-
-AttentionParams shapes(int num_seqs, int num_tokens, int num_kv_heads, int group, int max_blocks, bool decode,
-                       DType dtype = DType::bf16, int head_dim = 128) {
-  AttentionParams p{};
-  p.dtype = p.kv.dtype = dtype;
-  p.num_tokens = num_tokens;
-  p.num_q_heads = num_kv_heads * group;
-  p.kv.num_kv_heads = num_kv_heads;
-  p.kv.key_head_dim = p.kv.value_head_dim = head_dim;
-  p.kv.block_size = 16;
-  p.tables.num_seqs = num_seqs;
-  p.tables.max_blocks_per_seq = max_blocks;
-  p.cu_seqlens_q = decode ? nullptr : &kNotRead;
-  return p;
-}
 
 // Every sequence has room for its tiles before the next one begins, and the last one within the batch's
 // slots.
@@ -315,138 +287,6 @@ void swap_pieces() {
   CHECK(pieces.size() == 2 && pieces[0].width == 3 * 1024 && pieces[0].height == 1);
 }
 
-// ---- plans ----
-
-std::vector<unsigned char> random_tensor(DType dtype, size_t count, float deviation = 1.5f) {
-  std::vector<unsigned char> bytes(count * itemsize(dtype));
-  std::normal_distribution<float> normal(0, deviation);
-  for (size_t i = 0; i < count; i++) {
-    const float x = normal(rng);
-    const f16 h = portable::from_float<f16>(x);
-    const bf16 b = portable::from_float<bf16>(x);
-    const void* from = dtype == DType::f32   ? static_cast<const void*>(&x)
-                       : dtype == DType::f16 ? &h.bits
-                                             : &b.bits;
-    std::memcpy(&bytes[i * itemsize(dtype)], from, itemsize(dtype));
-  }
-  return bytes;
-}
-
-// An attention problem in memory of its own. Unused blocks are NaN, unused table entries would end the run.
-struct Problem {
-  static constexpr int kBlockSize = 24;
-  std::vector<int32_t> seq_lens, cu_seqlens_q, table;
-  std::vector<unsigned char> query, key, value, out, workspace;
-  std::vector<float> lse, slopes, sinks;
-  std::vector<int64_t> tree_mask;
-  AttentionParams p;
-
-  // An empty `first_rows` is decode, else there are two more rows than it says.
-  Problem(DType dtype, int head_dim, int value_head_dim, int group, int num_kv_heads,
-          std::vector<int32_t> lengths, std::vector<int32_t> first_rows)
-      : seq_lens(std::move(lengths)), cu_seqlens_q(std::move(first_rows)) {
-    const bool decode = cu_seqlens_q.empty();
-    const int num_seqs = int(seq_lens.size()), num_tokens = decode ? num_seqs : cu_seqlens_q.back() + 2;
-    const int num_q_heads = num_kv_heads * group, size = itemsize(dtype);
-    const int longest = *std::max_element(seq_lens.begin(), seq_lens.end());
-    const int max_blocks = (longest + kBlockSize - 1) / kBlockSize + 3;
-    int num_blocks = 0;
-    for (const int length : seq_lens)
-      for (int i = 0; i < max_blocks; i++) table.push_back(i * kBlockSize < length ? num_blocks++ : 1 << 30);
-    query = random_tensor(dtype, size_t(num_tokens) * num_q_heads * head_dim);
-    key = random_tensor(dtype, size_t(num_blocks) * kBlockSize * num_kv_heads * head_dim);
-    value = random_tensor(dtype, size_t(num_blocks) * kBlockSize * num_kv_heads * value_head_dim);
-    out.resize(size_t(num_tokens) * num_q_heads * value_head_dim * size);
-    lse.resize(size_t(num_tokens) * num_q_heads);
-
-    p = shapes(num_seqs, num_tokens, num_kv_heads, group, max_blocks, decode, dtype);
-    p.query = query.data();
-    p.query_stride_head = head_dim * size;
-    p.query_stride_token = p.query_stride_head * num_q_heads;
-    p.out = out.data();
-    p.out_stride_head = value_head_dim * size;
-    p.out_stride_token = p.out_stride_head * num_q_heads;
-    p.lse = lse.data();
-    p.cu_seqlens_q = decode ? nullptr : cu_seqlens_q.data();
-    const auto dense = [&](std::vector<unsigned char>& data, int dim) {
-      return CacheView{data.data(), int64_t(kBlockSize) * num_kv_heads * dim * size,
-                       int64_t(num_kv_heads) * dim * size, int64_t(dim) * size};
-    };
-    p.kv = {dense(key, head_dim), dense(value, value_head_dim),
-            num_blocks,           kBlockSize,
-            num_kv_heads,         head_dim,
-            value_head_dim,       dtype};
-    p.tables = {table.data(), seq_lens.data(), max_blocks, num_seqs, max_blocks};
-    p.scale = 0.11f;
-    p.causal = true;
-  }
-
-  // `what`: "plain", "window", "tree" (with a window that cuts branches), or "all" but a tree.
-  void set_rules(const std::string& what) {
-    std::uniform_real_distribution<float> real(0.f, 1.f);
-    for (int head = 0; head < p.num_q_heads; head++) {
-      slopes.push_back(0.1f * real(rng));
-      sinks.push_back(4.f * real(rng));
-    }
-    for (int token = 0; token < p.num_tokens; token++) tree_mask.push_back(int64_t(rng()) << 32 | rng());
-    if (what == "plain") return;
-    p.rules.window = what == "tree" ? 6 : 100;
-    if (what == "tree") p.rules.tree_mask = tree_mask.data();
-    if (what == "window") return;
-    p.rules.alibi_slopes = slopes.data();
-    p.rules.sinks = sinks.data();
-    if (what == "all") p.rules.soft_cap = 1.5f;
-  }
-
-  // Whether query token t of sequence s sees the key at `position`, when causal: the definition.
-  bool sees(int s, int t, int position) const {
-    const int first_row = cu_seqlens_q[s], begin = seq_lens[s] - (cu_seqlens_q[s + 1] - first_row);
-    const auto bit = [&](int i, int j) {
-      return j == i || (j < i && (!p.rules.tree_mask || tree_mask[first_row + i] >> j & 1));
-    };
-    const auto place = [&](int i) {
-      int at = begin - 1;
-      for (int j = 0; j <= i; j++) at += bit(i, j);
-      return at;
-    };
-    const int key = position - begin;  // among the query tokens
-    if (key >= 0 && !bit(t, key)) return false;
-    return !p.rules.window || (key >= 0 ? place(key) : position) > place(t) - p.rules.window;
-  }
-
-  // What lies at token `position` of a sequence.
-  unsigned char* value_row(int seq, int position, int kv_head) {
-    const int block = table[seq * p.tables.max_blocks_per_seq + position / kBlockSize];
-    return value.data() + block * p.kv.value.stride_block + position % kBlockSize * p.kv.value.stride_token +
-           kv_head * p.kv.value.stride_head;
-  }
-
-  // Runs with outputs and workspace full of NaN, by the work list on a chip of so many multiprocessors, or
-  // where that is 0 with a CTA for all chunks of the same rows. ruled: by the kernels for rules, rules or
-  // not.
-  void run(bool aligned, int column_tiles, int multiprocessors, bool ruled = false) {
-    AttentionPlan plan = launch::plan_attention(p);
-    plan.aligned = aligned;
-    plan.ruled = plan.ruled || ruled;
-    plan.column_tiles = column_tiles;
-    plan.num_slots = kernels::num_slots(p, 8 * column_tiles);
-    plan.num_places = plan.num_slots * p.kv.num_kv_heads;
-    plan.parallel = multiprocessors > 0;
-    simt::config().multiprocessors = std::max(multiprocessors, 1);
-    const size_t states = lse.size() * plan.max_chunks;
-    const auto padded = [](size_t nbytes) { return (nbytes + 255) / 256 * 256; };
-    plan.finished_offset = padded((plan.num_slots + 2) * sizeof(int64_t));
-    plan.state_offset = plan.finished_offset + padded(plan.num_places * sizeof(int));
-    plan.out_offset = plan.state_offset + padded(states * sizeof(float2));
-    workspace.assign(plan.out_offset + states * p.kv.value_head_dim * sizeof(float), 0xff);
-    p.workspace = workspace.data();
-    std::fill(out.begin(), out.end(), 0xff);
-    std::fill(lse.begin(), lse.end(), NAN);
-    launch::run_attention(plan, p, nullptr);
-    simt::config().multiprocessors = 132;
-  }
-};
-
 // How many kernels an op launches. No kernel runs.
 int launches_of(const std::function<void(const Context&)>& op) {
   static int launches;
@@ -462,7 +302,7 @@ int launches_of(const std::function<void(const Context&)>& op) {
 
 void launches() {
   const Backend& backend = launch::backend();
-  Problem decode(DType::bf16, 64, 64, 4, 2, {1100, 17}, {});
+  Problem decode({DType::bf16, DType::bf16}, 64, 64, 4, 2, {1100, 17}, {});
   std::vector<unsigned char> workspace(launch::plan_attention(decode.p).workspace_nbytes);
   decode.p.workspace = workspace.data();
   decode.p.workspace_nbytes = workspace.size();
@@ -487,28 +327,32 @@ void launches() {
 // `what`: "decode", "prefill", "many": prefill of more columns than a CTA has, or "long": decode of more
 // chunks than a warp folds at once.
 // `rules`: as Problem::set_rules() has them.
-void plans(DType dtype, int head_dim, int value_head_dim, int group, const std::string& what, bool causal,
+void plans(DTypes dtypes, int head_dim, int value_head_dim, int group, const std::string& what, bool causal,
            const std::string& rules) {
-  Problem problem = what == "long" ? Problem(dtype, head_dim, value_head_dim, group, 1,
+  Problem problem = what == "long" ? Problem(dtypes, head_dim, value_head_dim, group, 1,
                                              {33 * kernels::kChunkTokens + 100}, {})
-                                   : Problem(dtype, head_dim, value_head_dim, group, 2, {1100, 0, 17, 530},
+                                   : Problem(dtypes, head_dim, value_head_dim, group, 2, {1100, 0, 17, 530},
                                              what == "decode" ? std::vector<int32_t>{}
                                              : what == "many" ? std::vector<int32_t>{0, 70, 72, 89, 129}
                                                               : std::vector<int32_t>{0, 7, 9, 12, 23});
   problem.p.causal = causal;
   problem.set_rules(rules);
   if (what == "long") {  // the maximum rises once more where the second round of 32 chunks begins
+    const int size = itemsize(dtypes.cache);
     const int64_t quiet =
-        32 * kernels::kChunkTokens / Problem::kBlockSize * problem.p.kv.key.stride_block / itemsize(dtype);
-    const auto loud = random_tensor(dtype, problem.key.size() / itemsize(dtype) - quiet, 6.f);
+        32 * kernels::kChunkTokens / Problem::kBlockSize * problem.p.kv.key.stride_block / size;
+    const auto loud = random_tensor(dtypes.cache, problem.key.size() / size - quiet, 6.f);
     std::copy(loud.begin(), loud.end(), problem.key.end() - loud.size());
   }
   std::vector<unsigned char> first_out;
   std::vector<float> first_lse;
   std::vector<int> all_tiles{1};
-  if (dtype != DType::f32) all_tiles.push_back(2);
-  if (dtype != DType::f32 && std::max(head_dim, value_head_dim) <= launch::kMaxSplitHeadDim)
-    all_tiles.push_back(launch::kSplitColumnTiles);
+  const AttentionPlan plan = launch::plan_attention(problem.p);
+  const int most = dtypes.query == DType::f32 || plan.converted
+                       ? 1
+                       : launch::most_column_tiles(dtypes.cache, plan.head_dim);
+  for (const int tiles : {2, launch::kSplitColumnTiles})
+    if (tiles <= most) all_tiles.push_back(tiles);
   const auto chips = what == "many" ? std::vector{0, 5} : std::vector{0, 1, 2, 5, 132};
   for (const bool aligned : {true, false})
     for (const int column_tiles : aligned ? all_tiles : std::vector<int>{1})
@@ -526,46 +370,62 @@ void plans(DType dtype, int head_dim, int value_head_dim, int group, const std::
 
 // One element of one value is an infinity or NaN. The rows that do not see it keep their bits, and those
 // that do have lost that dim and nothing else.
-void poison(DType dtype, const std::string& rules) {
-  Problem problem(dtype, 40, 40, 3, 2, {70, 21}, {0, 24, 33});
+void poison(DTypes dtypes, const std::string& rules) {
+  const DType dtype = dtypes.cache;
+  const int head_dim = is_quantised(dtype) ? 48 : 40, last = head_dim - 1;
+  Problem problem(dtypes, head_dim, head_dim, 3, 2, {70, 21}, {0, 24, 33});
   problem.set_rules(rules);
   if (rules == "window") problem.p.rules.window = 7;
-  const int size = itemsize(dtype), group = 3;
+  const int size = itemsize(dtypes.query), group = 3;
   const std::vector<unsigned char> clean_value = problem.value;
   for (int round = 0; round < 48; round++) {
-    const int column_tiles = dtype == DType::f32 ? 1 : std::array{1, 2, launch::kSplitColumnTiles}[round % 3];
+    const int column_tiles =
+        dtypes.query == DType::f32 ? 1 : std::array{1, 2, launch::kSplitColumnTiles}[round % 3];
     problem.value = clean_value;
     problem.run(true, column_tiles, 0);
     const std::vector<unsigned char> clean_out = problem.out;
-    const int seq = uniform(0, 1), kv_head = uniform(0, 1), dim = uniform(0, 39);
+    const int seq = uniform(0, 1), kv_head = uniform(0, 1), dim = uniform(0, last);
     const int length = problem.seq_lens[seq], first_row = problem.cu_seqlens_q[seq];
     const int num_rows = problem.cu_seqlens_q[seq + 1] - first_row;
     const int position = uniform(length - num_rows - (rules == "plain" ? 0 : 8), length - 1);
     const float bad = uniform(0, 1) ? NAN : INFINITY;
     const f16 h = portable::from_float<f16>(bad);
     const bf16 b = portable::from_float<bf16>(bad);
-    const void* from = dtype == DType::f32   ? static_cast<const void*>(&bad)
-                       : dtype == DType::f16 ? &h.bits
-                                             : &b.bits;
-    std::memcpy(problem.value_row(seq, position, kv_head) + dim * size, from, size);
+    const f8e4m3 e4m3 = portable::from_float<f8e4m3>(NAN);  // it has no infinity
+    const f8e5m2 e5m2{uint8_t(std::isnan(bad) ? 0x7e : 0x7c)};
+    const void* from = dtype == DType::f32      ? static_cast<const void*>(&bad)
+                       : dtype == DType::f16    ? static_cast<const void*>(&h)
+                       : dtype == DType::bf16   ? static_cast<const void*>(&b)
+                       : dtype == DType::f8e4m3 ? static_cast<const void*>(&e4m3)
+                                                : static_cast<const void*>(&e5m2);
+    const int item = itemsize(dtype);
+    std::memcpy(problem.value_row(seq, position, kv_head) + dim * item, from, item);
     problem.run(true, column_tiles, 0);
 
     for (int row = 0; row < problem.p.num_tokens; row++)
       for (int head = 0; head < 2 * group; head++) {
         const bool sees = row >= first_row && row < first_row + num_rows && head / group == kv_head &&
                           problem.sees(seq, row - first_row, position);
-        const size_t at = (size_t(row) * 2 * group + head) * 40 * size;
-        const bool same = std::memcmp(&problem.out[at], &clean_out[at], 40 * size) == 0;
+        const size_t at = (size_t(row) * 2 * group + head) * head_dim * size;
+        const bool same = std::memcmp(&problem.out[at], &clean_out[at], head_dim * size) == 0;
         CHECK(same == !sees, "row ", row, ", head ", head, ", position ", position, ", dim ", dim);
-        const size_t behind = at + (dim + 1) * size, rest = (39 - dim) * size;
+        const size_t behind = at + (dim + 1) * size, rest = (last - dim) * size;
         CHECK(std::memcmp(&problem.out[at], &clean_out[at], dim * size) == 0, "dims before ", dim);
         CHECK(std::memcmp(&problem.out[0] + behind, &clean_out[0] + behind, rest) == 0, "dims behind ", dim);
       }
   }
 }
 
-DType dtype_named(const std::string& text) {
-  return text == "float32" ? DType::f32 : text == "float16" ? DType::f16 : DType::bf16;
+// A dtype, or two: "float16", "float16/int8".
+DTypes dtypes_named(const std::string& text) {
+  const auto named = [](const std::string& wanted) {
+    for (const DType dtype : {DType::f32, DType::f16, DType::f8e4m3, DType::f8e5m2, DType::i8, DType::i4})
+      if (wanted == name(dtype)) return dtype;
+    return DType::bf16;
+  };
+  const size_t slash = text.find('/');
+  const DType query = named(text.substr(0, slash));
+  return {query, slash == std::string::npos ? query : named(text.substr(slash + 1))};
 }
 
 }  // namespace
@@ -586,10 +446,10 @@ int main(int argc, char** argv) {
                                                     {"swap_pieces", swap_pieces}};
   try {
     if (what == "plans" && argc == 9) {
-      plans(dtype_named(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[5]), argv[6],
+      plans(dtypes_named(argv[2]), std::atoi(argv[3]), std::atoi(argv[4]), std::atoi(argv[5]), argv[6],
             std::string(argv[7]) == "causal", argv[8]);
     } else if (what == "poison" && argc == 4) {
-      poison(dtype_named(argv[2]), argv[3]);
+      poison(dtypes_named(argv[2]), argv[3]);
     } else {
       functions.at(what)();
     }

@@ -104,6 +104,34 @@ def test_no_plan_changes_a_bit_of_many_columns(
     check(driver, "plans", dtype, *shape, "many", mask, "plain")
 
 
+QUANTISED = [
+    "float16/float8_e4m3fn",
+    "bfloat16/float8_e5m2",
+    "bfloat16/int8",
+    "bfloat16/int4",
+    "float32/int8",
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "query_tokens", "rules"),
+    [
+        ((64, 48, 1), "decode", "plain"),
+        ((128, 80, 5), "many", "plain"),
+        ((128, 64, 3), "prefill", "tree"),
+        ((256, 208, 9), "prefill", "window"),
+        ((304, 272, 3), "decode", "plain"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("dtypes", QUANTISED)
+def test_no_plan_changes_a_bit_of_quantised_caches(
+    driver: Path, dtypes: str, shape: tuple[int, int, int], query_tokens: str, rules: str
+) -> None:
+    """Scales of values far apart, from token to token."""
+    check(driver, "plans", dtypes, *shape, query_tokens, "causal", rules)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_no_plan_changes_a_bit_of_a_long_sequence(driver: Path, dtype: str) -> None:
     """34 chunks: more than the lanes of the warp that folds them."""
@@ -111,7 +139,9 @@ def test_no_plan_changes_a_bit_of_a_long_sequence(driver: Path, dtype: str) -> N
 
 
 @pytest.mark.parametrize("rules", ["plain", "window", "tree"])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    "dtype", [*DTYPES, "float16/float8_e4m3fn", "bfloat16/float8_e5m2", "float32/float8_e4m3fn"]
+)
 def test_one_bad_element_shows_where_it_is_seen(driver: Path, dtype: str, rules: str) -> None:
     """Not whole rows: a look at every second element would pass those."""
     check(driver, "poison", dtype, rules)

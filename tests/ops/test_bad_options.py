@@ -94,23 +94,6 @@ def test_a_tree_is_no_wider_than_its_masks(ops: HostOps) -> None:
     assert "sequence 2 has 65 query tokens, wanted at most 64" in message
 
 
-def test_what_a_backend_lacks_is_refused(ops: HostOps) -> None:
-    """Quantised caches on CUDA, by name and before anything is written."""
-    if ops.target.backend == "cpu":
-        pytest.skip("which takes them")
-    cache = np.zeros((5, 2, 2, 16), np.int8)
-    rows = np.ones((3, 2, 16), np.float32)
-    scales = {"k_scale": 1.0, "v_scale": 1.0}
-    with pytest.raises(ValueError, match="^key_cache: is int8, not on this backend yet"):
-        ops.write_kv_cache(rows, rows, cache, cache.copy(), np.arange(3), **scales)
-    call = decode()
-    out = np.full((3, 4, 16), 7, np.float32)
-    tables = call.arguments["block_tables"], call.arguments["seq_lens"]
-    with pytest.raises(ValueError, match="^key_cache: is int8, not on this backend yet"):
-        ops.paged_attention_decode(call.arguments["query"], cache, cache.copy(), *tables, out=out, **scales)
-    assert not cache.any() and (out == 7).all()
-
-
 def test_counts_are_named() -> None:
     good: dict[str, Any] = {
         "num_seqs": 2, "max_blocks_per_seq": 4, "block_size": 16, "num_q_heads": 2, "num_kv_heads": 1,

@@ -20,12 +20,6 @@ from paged_ops.testing.grids import int4_cases
 F32 = np.float32
 
 
-@pytest.fixture(autouse=True)
-def _only_where_it_is_built(target: Target) -> None:
-    if target.backend != "cpu":
-        pytest.skip("caches of int4 are the CPU backend's so far")
-
-
 @pytest.mark.grid(cases=int4_cases)
 def test_attention(ops: HostOps, case: Case) -> None:
     check_attention(lambda inputs: inputs.attention(ops), case)

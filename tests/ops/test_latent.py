@@ -200,8 +200,6 @@ def test_write_in_two_parts(ops: HostOps, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", arrays.DTYPES)
 def test_quantised(ops: HostOps, dtype: str, cache_dtype: str) -> None:
     """Written in two parts with one scale; read with scales of all kinds."""
-    if ops.target.backend != "cpu":
-        pytest.skip("quantised caches are the CPU backend's so far")
     case = replace(DECODE, dtype=dtype)
     cache, _, _ = written(ops, case, cache_dtype, 0.02)
     wanted, _, _ = written(reference, case, cache_dtype, 0.02)
@@ -216,8 +214,6 @@ def test_quantised(ops: HostOps, dtype: str, cache_dtype: str) -> None:
 @pytest.mark.parametrize("dtype", arrays.DTYPES)
 def test_int4(ops: HostOps, dtype: str, group: int) -> None:
     """Scales of groups are the parts' own: a cache written in two parts is as one written whole."""
-    if ops.target.backend != "cpu":
-        pytest.skip("quantised caches are the CPU backend's so far")
     rng = np.random.default_rng(4)
     rows = rng.standard_normal((50, 1, LATENT + ROTATED)).astype(arrays.DTYPES[dtype])
     slots = rng.permutation(9 * 16)[:50].astype(np.int64)

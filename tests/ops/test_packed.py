@@ -27,15 +27,6 @@ from paged_ops.testing.covering import covering
 F32 = np.float32
 
 
-@pytest.fixture(autouse=True)
-def _only_where_it_is_built(target: Target, request: pytest.FixtureRequest) -> None:
-    """Quantised caches are the CPU backend's so far."""
-    case = request.node.callspec.params.get("case")
-    cache_dtype = case.cache_dtype if case else request.node.callspec.params.get("cache_dtype")
-    if target.backend != "cpu" and cache_dtype is not None:
-        pytest.skip("quantised caches are the CPU backend's so far")
-
-
 def packed_cases(target: Target) -> list[Case]:
     """Pairs of every two of what says how rows lie and what becomes of them."""
     axes = {

@@ -108,8 +108,6 @@ def quantised_cases(target: Target) -> list[tuple[Case, dict[str, Any]]]:
 @pytest.mark.grid(cases=quantised_cases)
 def test_quantised_bits_are_those_of_two_steps(ops: HostOps, case: tuple[Case, dict[str, Any]]) -> None:
     """Keys rotated and rounded to their dtype, then written: numbers, scales and all around them."""
-    if ops.target.backend != "cpu":
-        pytest.skip("rotating into quantised caches is the CPU backend's so far")
     which, options = case[0], dict(case[1])
     interleaved = options.pop("interleaved")
     in_place = options.pop("in_place")
@@ -143,8 +141,6 @@ def test_quantised_bits_are_those_of_two_steps(ops: HostOps, case: tuple[Case, d
 
 def test_quantised_keys_are_the_oracles(ops: HostOps) -> None:
     """By a quarter, where rotation is exact: key, scale and value bit for bit."""
-    if ops.target.backend != "cpu":
-        pytest.skip("rotating into quantised caches is the CPU backend's so far")
     case = Case((0, 5, 33), dtype="float16", num_q_heads=6, cache_dtype="int4", scale_groups=(16, 8))
     query, key, value, slots, positions, table = rows_to_rotate(case, 32)
     table[:, :16], table[:, 16:] = 0, 1
@@ -260,8 +256,6 @@ def test_in_a_full_graph(target: Target, interleaved: bool, in_place: bool) -> N
 @pytest.mark.parametrize(("cache_dtype", "scales"), [("int8", "number"), ("int8", "token"), ("int4", "")])
 def test_quantised_in_a_full_graph(target: Target, cache_dtype: str, scales: str) -> None:
     torch = pytest.importorskip("torch")
-    if target.backend != "cpu":
-        pytest.skip("rotating into quantised caches is the CPU backend's so far")
     groups = (8, 16) if cache_dtype == "int4" else None
     case = Case((0, 5, 33), dtype="bfloat16", cache_dtype=cache_dtype, scales=scales, scale_groups=groups)
 

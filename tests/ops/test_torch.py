@@ -125,8 +125,6 @@ QUANTISED = [
 @pytest.mark.parametrize("case", QUANTISED, ids=["8 bits", "4 bits"])
 @pytest.mark.parametrize("name", list(calls_with_scales(QUANTISED[0], Target("cpu"))))
 def test_opcheck_with_scales(target: Target, name: str, case: Case) -> None:
-    if target.backend != "cpu" and not name.startswith("gather"):
-        pytest.skip("quantised caches are the CPU backend's so far")
     with target.use():
         torch.library.opcheck(getattr(torch.ops.paged_ops, name), calls_with_scales(case, target)[name])
 

@@ -47,9 +47,13 @@ struct Tensor {
       const float x = 2 * (*random)();
       const f16 h = portable::from_float<f16>(x);
       const bf16 b = portable::from_float<bf16>(x);
-      const void* source = dtype == DType::f32   ? static_cast<const void*>(&x)
-                           : dtype == DType::f16 ? static_cast<const void*>(&h)
-                                                 : static_cast<const void*>(&b);
+      const f8e4m3 e = portable::from_float<f8e4m3>(x);
+      const i8 n = portable::from_float<i8>(50 * x);  // two of int4 too
+      const void* source = dtype == DType::f32      ? static_cast<const void*>(&x)
+                           : dtype == DType::f16    ? static_cast<const void*>(&h)
+                           : dtype == DType::bf16   ? static_cast<const void*>(&b)
+                           : dtype == DType::f8e4m3 ? static_cast<const void*>(&e)
+                                                    : static_cast<const void*>(&n);
       std::memcpy(bytes.data() + i * itemsize(dtype), source, itemsize(dtype));
     }
   }
@@ -76,7 +80,8 @@ struct Cache {
     }
     max_blocks += 2;
     num_blocks = num_used + 3;
-    const size_t n = size_t(num_blocks) * block_size * num_kv_heads * head_dim;
+    const int64_t row = row_nbytes(dtype, head_dim);
+    const size_t n = size_t(num_blocks) * block_size * num_kv_heads * (row / itemsize(dtype));
     key = std::make_unique<Tensor>(dtype, n, &random);
     value = std::make_unique<Tensor>(dtype, n, &random);
     block_ids.assign(size_t(num_seqs) * max_blocks, kUnusedBlock);
@@ -84,17 +89,36 @@ struct Cache {
     for (int s = 0; s < num_seqs; ++s)
       for (int i = 0; i < (lengths[s] + block_size - 1) / block_size; ++i)
         block_ids[s * max_blocks + i] = --next;
-    const int64_t row = int64_t(head_dim) * itemsize(dtype);
     const auto view = [&](Tensor& t) {
       return CacheView{t.data(), row * num_kv_heads * block_size, row * num_kv_heads, row};
     };
     kv = {view(*key), view(*value), num_blocks, block_size, num_kv_heads, head_dim, head_dim, dtype};
     tables = {block_ids.data(), seq_lens.data(), max_blocks, num_seqs, max_blocks};
+    if (!is_quantised(dtype)) return;
+    // Per token, head and, of int4, 8 elements; of keys of 8 bits one for all.
+    const int groups = dtype == DType::i4 ? head_dim / 8 : 1;
+    for (std::vector<float>* scales : {&key_scales, &value_scales}) {
+      scales->resize(size_t(num_blocks) * block_size * num_kv_heads * groups);
+      for (float& scale : *scales) scale = 1.1f + random();
+    }
+    const int64_t stride = groups * int64_t(sizeof(float));
+    ScaleView scale{};
+    scale.per_token = true;
+    scale.stride_block = stride * num_kv_heads * block_size;
+    scale.stride_token = stride * num_kv_heads;
+    scale.stride_head = stride;
+    scale.group = dtype == DType::i4 ? 8 : 0;
+    scale.stride_group = sizeof(float);
+    kv.key_scale = kv.value_scale = scale;
+    kv.key_scale.data = key_scales.data();
+    kv.value_scale.data = value_scales.data();
+    if (dtype != DType::i4) kv.key_scale = {nullptr, 0.5f};
   }
 
   std::vector<int32_t> seq_lens, block_ids;
   int num_seqs, max_blocks = 0, num_blocks = 0;
   std::unique_ptr<Tensor> key, value;
+  std::vector<float> key_scales, value_scales;
   PagedKV kv;
   BlockTables tables;
 };
@@ -117,9 +141,10 @@ struct Rules {
 // `query_lens` empty: decode.
 void attention(DType dtype, std::vector<int32_t> lengths, std::vector<int32_t> query_lens, int num_kv_heads,
                int group, int head_dim, int block_size, bool serial = false, bool split = false,
-               const Rules* rules = nullptr, bool latent = false) {
+               const Rules* rules = nullptr, bool latent = false, DType cache_dtype = DType::i32) {
   Random random;
-  Cache cache(dtype, lengths, num_kv_heads, head_dim, block_size, random);
+  Cache cache(cache_dtype == DType::i32 ? dtype : cache_dtype, lengths, num_kv_heads, head_dim, block_size,
+              random);
   if (latent) cache.kv.value = cache.kv.key;
   std::vector<int32_t> cu_seqlens{0};
   for (int n : query_lens) cu_seqlens.push_back(cu_seqlens.back() + n);
@@ -177,6 +202,12 @@ void attention(DType dtype, std::vector<int32_t> lengths, std::vector<int32_t> q
   }
 }
 
+void quantised(DType dtype, DType cache_dtype, std::vector<int32_t> lengths, std::vector<int32_t> query_lens,
+               int num_kv_heads, int group, int head_dim, bool split = false) {
+  attention(dtype, lengths, query_lens, num_kv_heads, group, head_dim, 7, false, split, nullptr, false,
+            cache_dtype);
+}
+
 void cache_write() {
   Random random;
   Cache cache(DType::f16, {5, 9, 16}, 2, 40, 4, random);
@@ -194,6 +225,21 @@ void cache_write() {
   launch::backend().cache_write(p, kContext);
   add_to_checksum(*cache.key);
   add_to_checksum(*cache.value);
+}
+
+void cache_quantise() {
+  for (DType dtype : {DType::f8e4m3, DType::i4}) {
+    Random random;
+    Cache cache(dtype, {5, 9, 16}, 2, 40, 4, random);
+    Tensor key(DType::f16, 6 * 2 * 40, &random), value(DType::f16, 6 * 2 * 40, &random);
+    const std::vector<int64_t> slots{3, -1, 17, 8, 0, 30};
+    CacheWriteParams p{key.data(), value.data(), slots.data(),      160,        80,
+                       160,        80,           int(slots.size()), DType::f16, cache.kv};
+    launch::backend().cache_write(p, kContext);
+    add_to_checksum(*cache.key);
+    add_to_checksum(*cache.value);
+    add_to_checksum(cache.value_scales.data(), cache.value_scales.size() * sizeof(float));
+  }
 }
 
 // Queries in place, fewer slots than tokens.
@@ -421,8 +467,15 @@ const std::map<std::string, std::function<void()>> kOps{
        const Rules rules{.tree = true};
        attention(DType::f32, {530, 20}, {24, 6}, 1, 2, 64, 7, false, false, &rules);
      }},
+    {"decode_f16_e4m3", [] { quantised(DType::f16, DType::f8e4m3, {70, 530}, {}, 1, 3, 128); }},
+    {"decode_bf16_int8_odd", [] { quantised(DType::bf16, DType::i8, {70, 530}, {}, 3, 2, 40); }},
+    {"decode_bf16_int4", [] { quantised(DType::bf16, DType::i4, {70, 530}, {}, 2, 2, 40); }},
+    {"decode_f32_int8", [] { quantised(DType::f32, DType::i8, {70, 530}, {}, 2, 2, 40); }},
+    {"prefill_f16_e4m3_split",
+     [] { quantised(DType::f16, DType::f8e4m3, {40, 530}, {20, 33}, 1, 4, 64, true); }},
     {"prefill_f32", [] { attention(DType::f32, {9, 530, 20}, {9, 6, 20}, 1, 2, 64, 16); }},
     {"cache_write", cache_write},
+    {"cache_quantise", cache_quantise},
     {"block_copy", block_copy},
     {"block_swap", block_swap},
     {"gather", gather},

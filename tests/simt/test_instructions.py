@@ -155,3 +155,72 @@ def test_ex2(instructions: Driver) -> None:
     assert np.array_equal(
         out[1000:], np.array([1, 0, np.inf, np.nan, 0, 0, np.inf], np.float32), equal_nan=True
     )
+
+
+def test_lg2(instructions: Driver) -> None:
+    x = np.exp2(np.linspace(-126, 127, 1000)).astype(np.float32)
+    x = np.concatenate([x, np.array([2.0**-140, 1, 0, np.inf, np.nan, -1], np.float32)])
+    out = np.full(len(x), 7, np.float32)
+    assert instructions.lg2(x, out, len(x)) is None
+    np.testing.assert_allclose(out[:1002], np.log2(x[:1002].astype(np.float64)), rtol=3e-7, atol=3e-7)
+    assert np.array_equal(out[1002:], np.array([-np.inf, np.inf, np.nan, np.nan], np.float32), equal_nan=True)
+
+
+def test_cp_async4(instructions: Driver) -> None:
+    words = np.random.default_rng(0).integers(1, 2**32, 64, dtype=np.uint64).astype(np.uint32)
+    out = np.full(64, 7, np.uint32)
+    assert instructions.words(words, out, 64) is None
+    assert np.array_equal(out[::-1], np.where(np.arange(64) % 2 == 0, words, 0))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_fma2(instructions: Driver, dtype: str) -> None:
+    """Exact results, subnormal ones too: what the kernels ask of it."""
+    kind = DTYPES[dtype]
+    least = 2.0 ** (-24 if dtype == "f16" else -133)
+    triples = np.array(
+        [[3, 256, -1152], [-1, 0.5, 0.25], [least, 256, 0], [3 * least, 1, -least], [-0.0, 5, -0.0],
+         [np.inf, 1, 1], [np.nan, 1, 1], [1.5, -2, 3]]
+    ).astype(kind)  # fmt: skip
+    pairs = np.stack([triples, triples[::-1]], axis=-1)  # low, high
+    packed = np.ascontiguousarray(pairs).view(np.uint32).reshape(8, 3)
+    out = np.zeros(8, np.uint32)
+    assert instructions.fma2(np.ascontiguousarray(packed), out, 8, int(dtype == "bf16")) is None
+    a, b, c = np.moveaxis(pairs.astype(np.float64), 1, 0)
+    wanted = (a * b + c).astype(kind)
+    got = out.view(kind).reshape(8, 2)
+    assert np.array_equal(wanted.astype(np.float32), got.astype(np.float32), equal_nan=True)
+    assert np.array_equal(np.signbit(wanted[4]), np.signbit(got[4]))
+
+
+EIGHT_BITS = {
+    "e4m3": np.dtype(ml_dtypes.float8_e4m3fn),
+    "e5m2": np.dtype(ml_dtypes.float8_e5m2),
+    "int8": np.dtype(np.int8),
+}
+
+
+@pytest.mark.parametrize("stored", EIGHT_BITS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_widening_is_exact(instructions: Driver, dtype: str, stored: str) -> None:
+    """All 256 codes at each of four places: zeros with their sign, subnormals, infinities and NaN."""
+    codes = np.stack([np.roll(np.arange(256, dtype=np.uint8), 77 * i) for i in range(4)], axis=1)
+    out = np.zeros((2, 256), np.uint32)
+    kind = 3 * list(DTYPES).index(dtype) + list(EIGHT_BITS).index(stored)
+    assert instructions.widen_bytes(codes.view(np.uint32).reshape(256), out, 256, kind) is None
+    got = out.view(DTYPES[dtype]).reshape(2, 256, 2)
+    wanted = codes.view(EIGHT_BITS[stored]).astype(np.float32)
+    for i in range(4):
+        actual = got[i % 2, :, i // 2].astype(np.float32)
+        assert np.array_equal(wanted[:, i], actual, equal_nan=True)
+        assert np.array_equal(np.signbit(wanted[:, i]), np.signbit(actual))
+
+
+def test_widen_e4m3(instructions: Driver) -> None:
+    """The instruction that newer machines have."""
+    codes = np.stack([np.roll(np.arange(256, dtype=np.uint8), 77 * i) for i in range(4)], axis=1)
+    out = np.zeros((2, 256), np.uint32)
+    assert instructions.widen_bytes(codes.view(np.uint32).reshape(256), out, 256, 6) is None
+    got = np.moveaxis(out.view(np.float16).reshape(2, 256, 2), 0, 1).reshape(256, 4)
+    wanted = codes.view(EIGHT_BITS["e4m3"]).astype(np.float32)
+    assert np.array_equal(wanted, got.astype(np.float32), equal_nan=True)

@@ -9,18 +9,18 @@ void CopyQueue::land(Copy& copy) {
   if (copy.landed) return;
   copy.landed = true;
   if (copy.source)
-    std::memcpy(copy.destination, copy.source, 16);
+    std::memcpy(copy.destination, copy.source, copy.nbytes);
   else
-    std::memset(copy.destination, 0, 16);
+    std::memset(copy.destination, 0, copy.nbytes);
 }
 
-void CopyQueue::issue(void* destination, const void* source, bool at_once, const Site& site) {
-  mark_write(destination, 16);  // the bytes may arrive at any time from now on
-  Copy copy{destination, source, num_groups_, false, site};
+void CopyQueue::issue(void* destination, const void* source, size_t nbytes, bool at_once, const Site& site) {
+  mark_write(destination, nbytes);  // the bytes may arrive at any time from now on
+  Copy copy{destination, source, nbytes, num_groups_, false, site};
   if (at_once)
     land(copy);
   else if (config().poison)
-    std::memset(destination, kPoison, 16);
+    std::memset(destination, kPoison, nbytes);
   Quiet quiet;
   copies_.push_back(copy);
 }

@@ -12,8 +12,8 @@ namespace paged_ops::simt {
 // The asynchronous copies of one thread, oldest first.
 class CopyQueue {
  public:
-  // Copies 16 bytes, or writes 16 zeros when `source` is null. `at_once`: now, else when waited for.
-  void issue(void* destination, const void* source, bool at_once, const Site& site);
+  // Copies `nbytes`, or writes as many zeros when `source` is null. `at_once`: now, else when waited for.
+  void issue(void* destination, const void* source, size_t nbytes, bool at_once, const Site& site);
   void commit() {
     Quiet quiet;
     ++num_groups_;
@@ -29,6 +29,7 @@ class CopyQueue {
   struct Copy {
     void* destination;
     const void* source;
+    size_t nbytes;
     uint64_t group;
     bool landed;
     Site site;

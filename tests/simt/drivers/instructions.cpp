@@ -1,7 +1,10 @@
 // Kernels that show what each function of ptx.h does, for nvcc and for g++ alike.
 #include "driver.h"
+#include "kernels/widen.cuh"
 
 using namespace driver;
+using paged_ops::f8e4m3, paged_ops::f8e5m2, paged_ops::i8;
+namespace kernels = paged_ops::kernels;
 
 enum Load { kX2, kX2Trans, kX4, kX4Trans };
 
@@ -177,6 +180,89 @@ EXPORT const char* byte_perm(const uint32_t* in, uint32_t* out) {
   return attempt([&] {
     Array<uint32_t> device_in(in, 3 * 64), device_out(out, 64);
     simt::launch(byte_perm_kernel, dim3(1), dim3(64), 0, nullptr, device_in, device_out);
+    device_out.copy_back();
+  });
+}
+
+// Words of four 8-bit numbers, widened: [n] pairs of the first and third, then [n] of the second and fourth.
+template <class T, class Q>
+__global__ void widen_bytes_kernel(const uint32_t* in, uint32_t* out) {
+  const int i = threadIdx.x, n = blockDim.x;
+  const kernels::Widened x = kernels::widen<T, Q>(in[i]);
+  out[i] = x.even;
+  out[n + i] = x.odd;
+}
+// By the machine's own instruction where it has one: pairs of the first two, then of the other two.
+__global__ void widen_e4m3_kernel(const uint32_t* in, uint32_t* out) {
+  const int i = threadIdx.x, n = blockDim.x;
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 890
+  ptx::widen_e4m3(in[i], out[i], out[n + i]);
+#else
+  const kernels::Widened x = kernels::widen<f16, f8e4m3>(ptx::byte_perm(in[i], 0, 0x3120));
+  out[i] = x.even;
+  out[n + i] = x.odd;
+#endif
+}
+// kind: 0 to 2 e4m3, e5m2, int8 to f16; 3 to 5 to bf16; 6 the instruction.
+EXPORT const char* widen_bytes(const uint32_t* in, uint32_t* out, int n, int kind) {
+  return attempt([&] {
+    Array<uint32_t> device_in(in, n), device_out(out, size_t(2) * n);
+    const auto run = [&](void (*kernel)(const uint32_t*, uint32_t*)) {
+      simt::launch(kernel, dim3(1), dim3(n), 0, nullptr, device_in, device_out);
+    };
+    switch (kind) {
+      case 0: run(widen_bytes_kernel<f16, f8e4m3>); break;
+      case 1: run(widen_bytes_kernel<f16, f8e5m2>); break;
+      case 2: run(widen_bytes_kernel<f16, i8>); break;
+      case 3: run(widen_bytes_kernel<bf16, f8e4m3>); break;
+      case 4: run(widen_bytes_kernel<bf16, f8e5m2>); break;
+      case 5: run(widen_bytes_kernel<bf16, i8>); break;
+      default: run(widen_e4m3_kernel);
+    }
+    device_out.copy_back();
+  });
+}
+
+template <class T>
+__global__ void fma2_kernel(const uint32_t* in, uint32_t* out) {
+  const uint32_t* row = in + 3 * threadIdx.x;
+  out[threadIdx.x] = ptx::fma2<T>(row[0], row[1], row[2]);
+}
+EXPORT const char* fma2(const uint32_t* in, uint32_t* out, int n, int is_bf16) {
+  return attempt([&] {
+    Array<uint32_t> device_in(in, size_t(3) * n), device_out(out, n);
+    simt::launch(is_bf16 ? &fma2_kernel<bf16> : &fma2_kernel<f16>, dim3(1), dim3(n), 0, nullptr, device_in,
+                 device_out);
+    device_out.copy_back();
+  });
+}
+
+// Copies every second word of [n] and zeros the others.
+__global__ void words_kernel(const uint32_t* in, uint32_t* out) {
+  SIMT_DYNAMIC_SHARED(raw);
+  const int i = threadIdx.x;
+  ptx::cp_async4(ptx::smem_addr(raw) + 4 * i, in + i, i % 2 == 0);
+  ptx::cp_commit();
+  ptx::cp_wait<0>();
+  __syncthreads();
+  out[i] = reinterpret_cast<const uint32_t*>(raw)[blockDim.x - 1 - i];
+}
+EXPORT const char* words(const uint32_t* in, uint32_t* out, int n) {
+  return attempt([&] {
+    Array<uint32_t> device_in(in, n), device_out(out, n);
+    simt::launch(words_kernel, dim3(1), dim3(n), size_t(4) * n, nullptr, device_in, device_out);
+    device_out.copy_back();
+  });
+}
+
+__global__ void lg2_kernel(const float* in, float* out, int n) {
+  const int i = blockIdx.x * blockDim.x + threadIdx.x;
+  if (i < n) out[i] = ptx::lg2(in[i]);
+}
+EXPORT const char* lg2(const float* in, float* out, int n) {
+  return attempt([&] {
+    Array<float> device_in(in, n), device_out(out, n);
+    simt::launch(lg2_kernel, dim3((n + 127) / 128), dim3(128), 0, nullptr, device_in, device_out, n);
     device_out.copy_back();
   });
 }
