@@ -465,7 +465,7 @@ def rope_and_write_kv_cache(
         query: ``[num_tokens, num_q_heads, head_dim]``, dtype of the key, last dimension contiguous.
         key: ``[num_tokens, num_kv_heads, head_dim]``, before rotation.
         value: ``[num_tokens, num_kv_heads, value_head_dim]``; stays as it is.
-        key_cache, value_cache: ``[num_blocks, block_size, num_kv_heads, head_dim]``, written in place.
+        key_cache, value_cache: as in :func:`paged_attention_decode`, written in place.
         slot_mapping: int64, at most ``num_tokens`` slots. A negative slot skips its key and value, and so
             does none at all (padding); their queries are rotated all the same. No slot may come twice.
         positions: int64 or int32 ``[num_tokens]``, each from 0 to ``max_position - 1``.

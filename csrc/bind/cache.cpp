@@ -31,20 +31,15 @@ void write_kv_cache(py::handle key_in, py::handle value_in, py::handle key_cache
   p.dtype = is_quantised(p.kv.dtype) ? key.dtype() : p.kv.dtype;
   require_supported(is_quantised(p.kv.dtype) ? key : key_cache, p.dtype, p.kv.num_kv_heads, p.kv);
   fill_rows(p, key, value, slot_mapping);
-  std::optional<Array> k_scale, v_scale;
-  p.kv.key_scale = scale_view(k_scale, k_scale_in, "k_scale", key_cache, true);
-  p.kv.value_scale = scale_view(v_scale, v_scale_in, "v_scale", value_cache, true);
+  WrittenScales scales;
+  scales.view(p.kv, k_scale_in, v_scale_in, key_cache, value_cache);
   for (const Array* array : {&key, &value, &slot_mapping}) array->require_same_device(key_cache);
-  const auto given = [](const std::optional<Array>& array, bool per_token) {
-    return array && per_token ? &*array : nullptr;
-  };
-  const Array* const k_scales = given(k_scale, p.kv.key_scale.per_token);
-  const Array* const v_scales = given(v_scale, p.kv.value_scale.per_token);
-  require_apart({&key_cache, &value_cache, k_scales, v_scales}, {&key, &value, &slot_mapping});
+  require_apart({&key_cache, &value_cache, scales.key_output(), scales.value_output()},
+                {&key, &value, &slot_mapping, scales.key_input(), scales.value_input()});
 
   const auto or_key = [&](const std::optional<Array>& array) { return array ? &*array : &key; };
   const bool recording =
-      require_no_gradient({&key, &value, &key_cache, &value_cache, or_key(k_scale), or_key(v_scale)});
+      require_no_gradient({&key, &value, &key_cache, &value_cache, or_key(scales.key), or_key(scales.value)});
   const Backend& backend = backend_for(key_cache);
   const Context context = context_for(key_cache, check);
   if (p.num_tokens == 0) return;
@@ -52,7 +47,7 @@ void write_kv_cache(py::handle key_in, py::handle value_in, py::handle key_cache
     const WithoutGil no_gil;
     backend.cache_write(p, context);
   }
-  if (recording) count_writes({&key_cache, &value_cache, k_scales, v_scales});
+  if (recording) count_writes({&key_cache, &value_cache, scales.key_output(), scales.value_output()});
 }
 
 py::tuple gather_kv_cache(py::handle key_cache_in, py::handle value_cache_in, py::handle block_tables_in,

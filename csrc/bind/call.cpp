@@ -47,7 +47,9 @@ void require_cache(const Array& cache) {
 }
 
 int64_t head_dim_of(const Array& cache) {
-  const int64_t elements = cache.shape(3) * (cache.ndim() == 5 ? cache.shape(4) : 1);
+  // Each extent by itself first: a view of no memory may have any, and their product would overflow.
+  const int64_t packs = narrow(cache.shape(3), "head_dim"),
+                elements = packs * (cache.ndim() == 5 ? narrow(cache.shape(4), "head_dim") : 1);
   return elements * numbers_per_element(cache_dtype(cache));
 }
 
@@ -111,8 +113,9 @@ ScaleView token_scales(const Array& array, const Array& cache, bool grouped) {
   if (!grouped) return view;
   const int64_t head_dim = head_dim_of(cache);
   const int64_t num_groups = array.shape(3);
-  PAGED_OPS_REQUIRE(num_groups > 0 && head_dim % (num_groups * kScaleGroupMultiple) == 0, array.name(),
-                    ": shape is ", array.shape_text(),
+  PAGED_OPS_REQUIRE(num_groups > 0 && num_groups <= head_dim / kScaleGroupMultiple &&
+                        head_dim % (num_groups * kScaleGroupMultiple) == 0,
+                    array.name(), ": shape is ", array.shape_text(),
                     ", wanted in dimension 3 a number of groups that cuts ", head_dim, ", the head_dim of ",
                     cache.name(), ", into multiples of ", kScaleGroupMultiple);
   view.group = int32_t(head_dim / num_groups);
@@ -160,6 +163,14 @@ ScaleView scale_view(std::optional<Array>& array, py::handle scale, const char* 
     for (int64_t i = 0; i < array->size(); i++)
       require_scale(view.data[i * view.stride_head / int64_t(sizeof(float))], name);
   return view;
+}
+
+void WrittenScales::view(PagedKV& kv, py::handle k_scale, py::handle v_scale, const Array& key_cache,
+                         const Array& value_cache) {
+  kv.key_scale = scale_view(key, k_scale, "k_scale", key_cache, true);
+  kv.value_scale = scale_view(value, v_scale, "v_scale", value_cache, true);
+  key_is_output_ = kv.key_scale.per_token;
+  value_is_output_ = kv.value_scale.per_token;
 }
 
 BlockTables block_tables_of(const Array& block_tables, const Array& seq_lens) {

@@ -43,6 +43,25 @@ double number(py::handle object, const char* name, const char* wanted);
 ScaleView scale_view(std::optional<Array>& array, py::handle scale, const char* name, const Array& cache,
                      bool writes);
 
+// The scales of an op that writes: those that it finds are outputs, others inputs; null where there are none.
+struct WrittenScales {
+  std::optional<Array> key, value;
+
+  // Into kv, from what the caller gave.
+  void view(PagedKV& kv, py::handle k_scale, py::handle v_scale, const Array& key_cache,
+            const Array& value_cache);
+  const Array* key_output() const { return of(key, key_is_output_); }
+  const Array* value_output() const { return of(value, value_is_output_); }
+  const Array* key_input() const { return of(key, !key_is_output_); }
+  const Array* value_input() const { return of(value, !value_is_output_); }
+
+ private:
+  static const Array* of(const std::optional<Array>& array, bool wanted) {
+    return array && wanted ? &*array : nullptr;
+  }
+  bool key_is_output_ = false, value_is_output_ = false;
+};
+
 // block_tables int32 [num_seqs, max_blocks_per_seq] and seq_lens int32 [num_seqs].
 BlockTables block_tables_of(const Array& block_tables, const Array& seq_lens);
 

@@ -38,9 +38,8 @@ py::object rope_and_write_kv_cache(py::handle query_in, py::handle key_in, py::h
   w.dtype = is_quantised(w.kv.dtype) ? key.dtype() : w.kv.dtype;
   require_supported(is_quantised(w.kv.dtype) ? key : key_cache, w.dtype, w.kv.num_kv_heads, w.kv);
   fill_rows(w, key, value, slot_mapping);
-  std::optional<Array> k_scale, v_scale;
-  w.kv.key_scale = scale_view(k_scale, k_scale_in, "k_scale", key_cache, true);
-  w.kv.value_scale = scale_view(v_scale, v_scale_in, "v_scale", value_cache, true);
+  WrittenScales scales;
+  scales.view(w.kv, k_scale_in, v_scale_in, key_cache, value_cache);
   require_queries(query, key, w);
   positions.require_ndim(1, "[num_tokens]");
   if (!positions.is(DType::i32) && !positions.is(DType::i64))
@@ -65,15 +64,10 @@ py::object rope_and_write_kv_cache(py::handle query_in, py::handle key_in, py::h
   for (const Array* array : {&query, &key, &value, &slot_mapping, &positions, &cos_sin, &query_out})
     array->require_same_device(key_cache);
   require_same_or_apart(query_out, query);
-  const auto given = [](const std::optional<Array>& array, bool wanted) {
-    return array && wanted ? &*array : nullptr;
-  };
-  const bool writes_k = w.kv.key_scale.per_token, writes_v = w.kv.value_scale.per_token;
-  const Array *const k_scales = given(k_scale, writes_k), *const v_scales = given(v_scale, writes_v);
-  require_apart({&key_cache, &value_cache, &query_out, k_scales, v_scales},
-                {&key, &value, &slot_mapping, &positions, &cos_sin, given(k_scale, !writes_k),
-                 given(v_scale, !writes_v)});
-  require_apart({&key_cache, &value_cache, k_scales, v_scales}, {&query});
+  require_apart(
+      {&key_cache, &value_cache, &query_out, scales.key_output(), scales.value_output()},
+      {&key, &value, &slot_mapping, &positions, &cos_sin, scales.key_input(), scales.value_input()});
+  require_apart({&key_cache, &value_cache, scales.key_output(), scales.value_output()}, {&query});
 
   p.query = query.data();
   p.query_out = query_out.data();
@@ -93,7 +87,7 @@ py::object rope_and_write_kv_cache(py::handle query_in, py::handle key_in, py::h
 
   const auto or_key = [&](const std::optional<Array>& array) { return array ? &*array : &key; };
   const bool recording = require_no_gradient(
-      {&query, &key, &value, &key_cache, &value_cache, &query_out, or_key(k_scale), or_key(v_scale)});
+      {&query, &key, &value, &key_cache, &value_cache, &query_out, or_key(scales.key), or_key(scales.value)});
   const Backend& backend = backend_for(key_cache);
   const Context context = context_for(key_cache, check);
   if (p.num_tokens == 0) return query_out_in;
@@ -101,7 +95,8 @@ py::object rope_and_write_kv_cache(py::handle query_in, py::handle key_in, py::h
     const WithoutGil no_gil;
     backend.rope_write(p, context);
   }
-  if (recording) count_writes({&key_cache, &value_cache, &query_out, k_scales, v_scales});
+  if (recording)
+    count_writes({&key_cache, &value_cache, &query_out, scales.key_output(), scales.value_output()});
   return query_out_in;
 }
 

@@ -164,7 +164,7 @@ class ChunkScales {
     for_each_scale(walk, kv_.key_scale, head, begin, end, [&](int t, const float* x) { key_[t] = *x; });
     for_each_scale(walk, kv_.value_scale, head, begin, end, [&](int t, const float* x) { value_[t] = *x; });
     for (int t = num_tokens; t < padded; t++) key_[t] = value_[t] = 1.0f;
-    const Vec power_of_2 = broadcast(power), least = broadcast(0x1p-60f);
+    const Vec power_of_2 = broadcast(power), least = broadcast(0x1p-100f);
     const __m512i even = _mm512_slli_epi32(lane_numbers(), 1),
                   odd = _mm512_add_epi32(even, _mm512_set1_epi32(1));
     for (int t = 0; t < padded; t += kStepTokens) {

@@ -19,7 +19,6 @@ from vllm_cases import (  # noqa: E402
     transposed_values,
 )
 
-import paged_ops  # noqa: E402
 from paged_ops import reference, reference_numbers  # noqa: E402
 from paged_ops.compat import vllm  # noqa: E402
 from paged_ops.testing import arrays  # noqa: E402
@@ -102,12 +101,6 @@ def test_reshape_and_cache_flash(target: Target, case: Case, as_bytes_too: bool)
     require_same_memory("value_cache", wanted.value_cache, inputs.value_cache)
 
 
-def support_of(rank: int) -> paged_ops.Support:
-    return paged_ops.supports(
-        dtype="float32", num_q_heads=1, num_kv_heads=1, head_dim=rank, value_head_dim=64
-    )
-
-
 MLA = [
     pytest.param(Case((20, 16, 3), num_kv_heads=1, num_q_heads=1, **options), rank, id=f"{rank} {options}")
     for rank in (64, 512)
@@ -117,7 +110,6 @@ MLA = [
         {"head_dim": rank + 64, "dtype": "float16", "cache_dtype": "float8_e4m3fn", "scales": "tensor"},
         {"head_dim": rank + 64, "dtype": "bfloat16", "cache_dtype": "float8_e5m2"},
     )
-    if support_of(rank)
 ]
 
 

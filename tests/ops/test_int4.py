@@ -294,6 +294,16 @@ BAD_SCALES: list[tuple[Any, type[Exception], str]] = [
 ]
 
 
+def test_extents_that_overflow_are_refused() -> None:
+    """A view of one element may have any, also one whose product with the size of a group is 0."""
+    torch = pytest.importorskip("torch")
+    cache = torch.zeros(1, 1, 1, 12, dtype=torch.uint8)
+    rows, slots = torch.ones(1, 1, 24), torch.zeros(1, dtype=torch.int64)
+    many = torch.ones(1, 1, 1, 1).expand(1, 1, 1, 2**61)
+    with pytest.raises(ValueError, match="^k_scale: shape is .*number of groups that cuts 24"):
+        paged_ops.write_kv_cache(rows, rows, cache, cache.clone(), slots, k_scale=many, v_scale=many)
+
+
 @pytest.mark.parametrize("name", ["k_scale", "v_scale"])
 @pytest.mark.parametrize(("scale", "error", "message"), BAD_SCALES)
 def test_bad_scales_are_named(

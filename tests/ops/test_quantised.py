@@ -233,12 +233,52 @@ def test_plain_and_quantised_do_not_mix(ops: HostOps) -> None:
         ops.write_kv_cache(rows, rows, plain, plain.copy(), slots, k_scale=1.0)
 
 
-def test_what_is_written_stays_apart_from_its_scales(ops: HostOps) -> None:
-    caches = [np.zeros((4, 16, 2, 8), np.int8) for _ in range(2)]
-    scales = np.ones((4, 16, 2), F32)
+@pytest.mark.parametrize("rope", [False, True])
+def test_what_is_written_stays_apart_from_its_scales(ops: HostOps, rope: bool) -> None:
+    """Found scales from each other, from scales that are read, and all of them from the numbers."""
     rows = np.ones((3, 2, 8), F32)
-    with pytest.raises(ValueError, match="share"):
-        ops.write_kv_cache(rows, rows, *caches, np.arange(3), k_scale=scales, v_scale=scales)
+    memory = np.zeros((4, 16, 2, 8), np.int8)
+    within = memory.reshape(-1)[:8].view(F32)
+    within[:] = 1
+    scales = np.ones((4, 16, 2), F32)
+    table = np.zeros((8, 8), F32)
+
+    def write(key_cache: Any, **given: Any) -> None:
+        caches = key_cache, np.zeros_like(memory)
+        if rope:
+            ops.rope_and_write_kv_cache(
+                rows.copy(), rows, rows, *caches, np.arange(3), np.arange(3), table, **given
+            )
+        else:
+            ops.write_kv_cache(rows, rows, *caches, np.arange(3), **given)
+
+    for key_cache, k_scale, v_scale in (
+        (np.zeros_like(memory), scales, scales),
+        (np.zeros_like(memory), scales[0, 0], scales),
+        (np.zeros_like(memory), scales, scales[0, 0]),
+        (memory, within, 1.0),
+        (memory, 1.0, within),
+    ):
+        with pytest.raises(ValueError, match="share"):
+            write(key_cache, k_scale=k_scale, v_scale=v_scale)
+    assert (scales == 1).all() and not memory.reshape(-1)[8:].any()
+
+
+@pytest.mark.parametrize("size", [1e-25, 1e-17, 1e17, 1e25])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_numbers_of_any_size(ops: HostOps, dtype: str, size: float) -> None:
+    """Scales that the write finds for very small and very large rows; keys so that logits are as ever."""
+    rng = np.random.default_rng(0)
+    rows = rng.standard_normal((2, 300, 2, 64))
+    query = (rng.standard_normal((1, 2, 64)) / size).astype(arrays.DTYPES[dtype])
+    key, value = (size * rows).astype(arrays.DTYPES[dtype])
+    caches = [np.zeros((20, 16, 2, 64), np.int8) for _ in range(2)]
+    scales = {name: np.ones((20, 16, 2), F32) for name in ("k_scale", "v_scale")}
+    ops.write_kv_cache(key, value, *caches, np.arange(300), **scales)
+    tables, lens = np.arange(20, dtype=np.int32)[None], np.array([300], np.int32)
+    out = ops.paged_attention_decode(query, *caches, tables, lens, **scales)
+    wanted = reference.paged_attention_decode(query, *caches, tables, lens, **scales)
+    np.testing.assert_allclose(out.astype(np.float64), wanted, rtol=0, atol=0.01 * size)
 
 
 def test_scales_that_are_written_have_no_gradient(ops: HostOps) -> None:

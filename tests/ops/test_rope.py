@@ -100,8 +100,10 @@ def quantised_cases(target: Target) -> list[tuple[Case, dict[str, Any]]]:
         if i % 4 == 3:
             quantised: dict[str, Any] = {"cache_dtype": "int4", "scale_groups": (8, case.dim_value)}
         else:
-            quantised = dict(zip(("cache_dtype", "scales"), kinds[i % len(kinds)], strict=True))
+            kind = kinds[(i - i // 4) % len(kinds)]  # every fourth is int4
+            quantised = dict(zip(("cache_dtype", "scales"), kind, strict=True))
         cases.append((replace(case, **quantised), options))
+    assert {(case.cache_dtype, case.scales) for case, _ in cases} >= set(kinds)
     return cases
 
 

@@ -22,7 +22,8 @@ def stored_dtype(kv_cache_dtype: str) -> torch.dtype | None:
     if kv_cache_dtype not in _STORED:
         raise NotImplementedError(
             f"kv_cache_dtype: is {kv_cache_dtype!r}, carried over are {', '.join(map(repr, _STORED))}; "
-            "paged_ops.write_kv_cache and paged_ops.paged_attention_decode know int8 and scales per token too"
+            "paged_ops.write_kv_cache and paged_ops.paged_attention_decode know int8, int4 and scales per "
+            "token too"
         )
     return _STORED[kv_cache_dtype]
 

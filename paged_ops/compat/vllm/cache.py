@@ -113,6 +113,7 @@ def convert_fp8(output: torch.Tensor, input: torch.Tensor, scale: Scale = 1.0, k
         )
     if output.element_size() == 1:
         most = torch.finfo(dtype).max
+        scale = torch.as_tensor(scale, dtype=torch.float32, device=input.device)  # a number would be inverted
         rows = (input.float() / scale).clamp_(-most, most)
         as_stored("output", output, kv_dtype).copy_(rows.to(dtype))
     else:

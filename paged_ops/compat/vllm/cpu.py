@@ -87,7 +87,8 @@ def cpu_attention_with_kv_cache(
     """
     causal = _causal_of_all(causal, dynamic_causal)
     window = _window(sliding_window)
-    if window is not None and not causal:
+    right = not isinstance(sliding_window, int) and sliding_window[1] >= 0
+    if (window is not None or right) and not causal:
         raise NotImplementedError(
             "sliding_window: is given without causal, where vLLM's hides keys on both sides; that of "
             "paged_ops.paged_attention hides those on the left"
