@@ -311,9 +311,9 @@ void gather() {
   Cache cache(DType::bf16, lengths, 2, 40, 4, random);
   Tensor key(DType::bf16, 18 * 2 * 40), value(DType::bf16, 18 * 2 * 40);
   std::vector<int32_t> cu_seqlens(lengths.size() + 1, -1);
-  launch::backend().gather(
-      {key.data(), value.data(), cu_seqlens.data(), 160, 80, 160, 80, 18, cache.kv, cache.tables},
-      kUnchecked);
+  launch::backend().gather({key.data(), value.data(), cu_seqlens.data(), 160, 80, 160, 80, 18, DType::bf16,
+                            cache.kv, cache.tables},
+                           kUnchecked);
   add_to_checksum(key);
   add_to_checksum(value);
   add_to_checksum(cu_seqlens.data(), cu_seqlens.size() * sizeof(int32_t));
