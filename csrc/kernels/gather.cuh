@@ -45,46 +45,42 @@ static __global__ void __launch_bounds__(kScanThreads) cu_seqlens_kernel(const G
   if (threadIdx.x == 0) p.cu_seqlens[p.tables.num_seqs] = before;
 }
 
-// The rows of one CTA: of keys or of values, of the token that belongs there.
-struct GatherSide {
-  bool is_key;
-  HeadRows to;
-  int64_t block, offset;  // of the token; block < 0 where no token belongs
-  int nbytes;             // of an output row
-
-  __device__ __forceinline__ const CacheView& cache(const GatherParams& p) const {
-    return is_key ? p.kv.key : p.kv.value;
-  }
+// Where the token of output row `row` is; block < 0 where no token belongs. The whole CTA asks.
+struct GatherPlace {
+  int64_t block, offset;
 };
-
-// blockDim: packets of a row, heads, 2 (K and V); whole warps.
-__device__ __forceinline__ GatherSide gather_side(const GatherParams& p) {
-  const int64_t row = blockIdx.x;
-  GatherSide side;
-  side.is_key = threadIdx.z == 0;
-  side.to = {static_cast<unsigned char*>(side.is_key ? p.key : p.value) +
-                 row * (side.is_key ? p.key_stride_token : p.value_stride_token),
-             side.is_key ? p.key_stride_head : p.value_stride_head};
-  side.nbytes = int(row_nbytes(p.dtype, side.is_key ? p.kv.key_head_dim : p.kv.value_head_dim));
-  side.block = -1;
+__device__ __forceinline__ GatherPlace gather_place(const GatherParams& p, int64_t row) {
   const int num_seqs = p.tables.num_seqs;
-  if (row >= p.cu_seqlens[num_seqs]) return side;
-
+  if (row >= p.cu_seqlens[num_seqs]) return {-1, 0};
   const int lane = int(threadIdx.x + blockDim.x * (threadIdx.y + blockDim.y * threadIdx.z)) % kWarpSize;
   const int sequence = WarpSearch{lane}(num_seqs, row, [&](int s) { return p.cu_seqlens[s]; });
   const int token = int(row) - p.cu_seqlens[sequence];
-  side.block = p.tables.block_ids[sequence * p.tables.stride + token / p.kv.block_size];
-  side.offset = token % p.kv.block_size;
-  return side;
+  return {p.tables.block_ids[sequence * p.tables.stride + token / p.kv.block_size], token % p.kv.block_size};
 }
 
-// One CTA per output row. CacheRows: HeadRows, or PackedRows where a cache is not plain.
+// One CTA per output row. blockDim: packets of a row, heads, 2 (K and V); whole warps. Calls
+// f(rows of the output, bytes of each, the token's place, of K) for what the thread has to do with.
+template <class Packet, class F>
+__device__ __forceinline__ void gather_rows(const GatherParams& p, F f) {
+  const int64_t row = blockIdx.x;
+  const bool is_key = threadIdx.z == 0;
+  const HeadRows to{static_cast<unsigned char*>(is_key ? p.key : p.value) +
+                        row * (is_key ? p.key_stride_token : p.value_stride_token),
+                    is_key ? p.key_stride_head : p.value_stride_head};
+  const int nbytes = int(row_nbytes(p.dtype, is_key ? p.kv.key_head_dim : p.kv.value_head_dim));
+  const GatherPlace place = gather_place(p, row);
+  if (place.block < 0) return zero_heads<Packet>(to, p.kv.num_kv_heads, nbytes);
+  f(to, nbytes, place, is_key);
+}
+
+// CacheRows: HeadRows, or PackedRows where a cache is not plain.
 template <class Packet, class CacheRows>
 __global__ void gather_kernel(const GatherParams p) {
-  const GatherSide side = gather_side(p);
-  if (side.block < 0) return zero_heads<Packet>(side.to, p.kv.num_kv_heads, side.nbytes);
-  const CacheRows from = cache_rows<CacheRows>(side.cache(p), side.block, side.offset, p.kv.dtype);
-  copy_heads<Packet>(side.to, from, p.kv.num_kv_heads, side.nbytes);
+  gather_rows<Packet>(p, [&](HeadRows to, int nbytes, GatherPlace place, bool is_key) {
+    const CacheView& cache = is_key ? p.kv.key : p.kv.value;
+    copy_heads<Packet>(to, cache_rows<CacheRows>(cache, place.block, place.offset, p.kv.dtype),
+                       p.kv.num_kv_heads, nbytes);
+  });
 }
 
 __device__ __forceinline__ float scale_of(const ScaleView& view, int64_t block, int64_t offset, int head,
@@ -103,21 +99,22 @@ __global__ void gather_scaled_kernel(const GatherParams p) {
   struct Packet {
     T element[kNumbers];
   };
-  const GatherSide side = gather_side(p);
-  if (side.block < 0) return zero_heads<Packet>(side.to, p.kv.num_kv_heads, side.nbytes);
-  const PackedRows from = cache_rows<PackedRows>(side.cache(p), side.block, side.offset, p.kv.dtype);
-  const ScaleView& scales = side.is_key ? p.kv.key_scale : p.kv.value_scale;
-  write_heads<Packet>(side.to, p.kv.num_kv_heads, side.nbytes, [&](int head, int i) {
-    const Q x = *(from.template row<const Q>(head) + i);
-    const float scale = scale_of(scales, side.block, side.offset, head, i * kNumbers);
-    Packet out;
-    if constexpr (kNumbers == 1) {
-      out.element[0] = ptx::from_float<T>(portable::to_float(x) * scale);
-    } else {
-      out.element[0] = ptx::from_float<T>(portable::first_of(x) * scale);
-      out.element[1] = ptx::from_float<T>(portable::second_of(x) * scale);
-    }
-    return out;
+  gather_rows<Packet>(p, [&](HeadRows to, int nbytes, GatherPlace place, bool is_key) {
+    const CacheView& cache = is_key ? p.kv.key : p.kv.value;
+    const PackedRows from = cache_rows<PackedRows>(cache, place.block, place.offset, p.kv.dtype);
+    const ScaleView& scales = is_key ? p.kv.key_scale : p.kv.value_scale;
+    write_heads<Packet>(to, p.kv.num_kv_heads, nbytes, [&](int head, int i) {
+      const Q x = *(from.template row<const Q>(head) + i);
+      const float scale = scale_of(scales, place.block, place.offset, head, i * kNumbers);
+      Packet out;
+      if constexpr (kNumbers == 1) {
+        out.element[0] = ptx::from_float<T>(portable::to_float(x) * scale);
+      } else {
+        out.element[0] = ptx::from_float<T>(portable::first_of(x) * scale);
+        out.element[1] = ptx::from_float<T>(portable::second_of(x) * scale);
+      }
+      return out;
+    });
   });
 }
 

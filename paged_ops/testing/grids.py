@@ -206,7 +206,7 @@ CACHES: dict[str, dict[str, Any]] = {
 
 def feature_cases(target: Target) -> list[Case]:
     """Every pair of features meets: masks, logits, caches, layouts, shapes of heads and of the batch."""
-    axes = {
+    axes: dict[str, Any] = {
         "dtype": DTYPES,
         "cache": tuple(CACHES),
         "layout": ("NHD", "pool HND", "unaligned", "vLLM", "scattered"),
