@@ -15,7 +15,7 @@ struct GatherParams {
   int64_t key_stride_token, key_stride_head;      // bytes
   int64_t value_stride_token, value_stride_head;  // bytes
   int64_t num_rows;
-  DType dtype;  // of the outputs: that of the cache, or one that its numbers times their scales are rounded to
+  DType dtype;  // of the outputs: the cache's, or what its numbers times their scales are rounded to
 
   PagedKV kv;
   BlockTables tables;
