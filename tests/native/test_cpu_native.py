@@ -22,7 +22,7 @@ ISA_FLAGS = {
     "isa_scalar": [],
     "isa_avx2": AVX2,
     "isa_avx512": AVX512,
-    "isa_amx": [*AVX512, "-mavx512bf16"],
+    "isa_amx": [*AVX512, "-mavx512bf16", "-mavx512vbmi", "-mgfni"],
 }
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="needs g++")
