@@ -8,7 +8,7 @@ PIP_INSTALL := $(PY) -m pip install --quiet --disable-pip-version-check --constr
 INSTALL := PATH="$(CURDIR)/$(VENV)/bin:$$PATH" $(PIP_INSTALL) --no-build-isolation
 SOURCES := $(shell find csrc -type f) CMakeLists.txt setup.py pyproject.toml
 # The CUDA backend is compiled for the tests wherever nvcc is found, for these chips.
-TEST_BUILD := PAGED_OPS_EMULATED=1 PAGED_OPS_CUDA_ARCHS="$(or $(PAGED_OPS_CUDA_ARCHS),80-real;90-real)" PAGED_OPS_BUILD_DIR=build/test
+TEST_BUILD := PAGED_OPS_EMULATED=1 PAGED_OPS_CUDA_ARCHS="$(or $(PAGED_OPS_CUDA_ARCHS),90-real)" PAGED_OPS_BUILD_DIR=build/test
 
 CXX_SOURCES := git ls-files '*.h' '*.cpp' '*.cuh' '*.cu' '*.inl'
 
