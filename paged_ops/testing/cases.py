@@ -206,6 +206,12 @@ class Inputs:
         options.setdefault("tree_mask", self.tree_mask)
         return ops.paged_attention(*tensors, self.cu_seqlens_q, **options)
 
+    def rows_of(self, seq: int) -> slice:
+        """The sequence's rows of query, output and LSE."""
+        if self.cu_seqlens_q is None:
+            return slice(seq, seq + 1)
+        return slice(*map(int, self.cu_seqlens_q[seq : seq + 2]))
+
     def map(self, convert: Callable[[Array], Any]) -> Inputs:
         """The same inputs with every tensor converted."""
         names = [field.name for field in fields(self) if field.name != "case"]

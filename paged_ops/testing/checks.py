@@ -230,6 +230,12 @@ def require_same_bits(name: str, wanted: Array, actual: Array) -> None:
         )
 
 
+def require_same_state(wanted: tuple[Array, Array], actual: tuple[Array, Array]) -> None:
+    """The same of two results of attention, outputs and LSEs."""
+    require_same_bits("out", wanted[0], actual[0])
+    require_same_bits("lse", wanted[1], actual[1])
+
+
 def require_same_memory(name: str, wanted: Array, actual: Array) -> None:
     """AssertionError unless two views and all memory that their storages hold around them are equal."""
     require_same_bits(name, wanted, actual)

@@ -74,6 +74,18 @@ VARLEN_SHAPES: dict[str, tuple[tuple[int, int], ...]] = {
 }
 
 
+# Beyond two chunks: where rules meet their ends.
+LONG_SHAPES = {"long": ((1200, 30), (1030, 9), (3, 2))}
+
+
+def _batch(row: dict[str, Any], shape: str, seed: int, *, one_token: tuple[int, ...]) -> Case:
+    """A case of a named shape, or of decode with the lengths `one_token`."""
+    if shape == "one token":
+        return _case(row | {"causal": True}, seq_lens=one_token, seed=seed)
+    seq_lens, q_lens = zip(*(VARLEN_SHAPES | LONG_SHAPES)[shape], strict=True)
+    return _case(row, seq_lens=seq_lens, q_lens=q_lens, seed=seed)
+
+
 def varlen_cases(target: Target) -> list[Case]:
     """Pairs of every two axes, shapes of the batch among them."""
     axes = _axes(target) | {"shape": tuple(VARLEN_SHAPES), "causal": (True, False), "padding": (0, 5)}
@@ -95,11 +107,9 @@ RULES: dict[str, Any] = {
 
 def ruled_cases(target: Target) -> list[Case]:
     """Pairs of every two axes, the rules among them; decode, varlen and trees of drafts."""
-    shapes = {name: VARLEN_SHAPES[name] for name in ("context", "prefill", "chunk", "too many")}
-    shapes["long"] = ((1200, 30), (1030, 9), (3, 2))
     axes = _axes(target) | RULES
     axes |= {
-        "shape": (*shapes, "one token"),
+        "shape": ("context", "prefill", "chunk", "too many", "long", "one token"),
         "causal": (True, False),
         "tree": (False, True),
         "padding": (0, 5),
@@ -109,13 +119,10 @@ def ruled_cases(target: Target) -> list[Case]:
         shape = row.pop("shape")
         row["causal"] = row["causal"] or row["tree"]
         if shape == "one token":
-            row |= {"tree": False, "causal": True, "padding": 0}
-            cases.append(_case(row, seq_lens=(0, 1, 513, 40, 1300), seed=i))
-            continue
+            row |= {"tree": False, "padding": 0}
         if row["tree"] and shape == "prefill":
             shape = "context"  # of 70 query tokens a tree knows 64
-        seq_lens, q_lens = zip(*shapes[shape], strict=True)
-        cases.append(_case(row, seq_lens=seq_lens, q_lens=q_lens, seed=i))
+        cases.append(_batch(row, shape, i, one_token=(0, 1, 513, 40, 1300)))
     return cases
 
 
@@ -131,11 +138,7 @@ def quantised_cases(target: Target) -> list[Case]:
     cases: list[Case] = []
     for i, row in enumerate(covering(axes, seed=4)):
         shape = row.pop("shape")
-        if shape == "one token":
-            cases.append(_case(row | {"causal": True}, seq_lens=(0, 1, 513, 40, 700), seed=i))
-        else:
-            seq_lens, q_lens = zip(*VARLEN_SHAPES[shape], strict=True)
-            cases.append(_case(row, seq_lens=seq_lens, q_lens=q_lens, seed=i))
+        cases.append(_batch(row, shape, i, one_token=(0, 1, 513, 40, 700)))
     return cases
 
 
@@ -158,11 +161,7 @@ def int4_cases(target: Target) -> list[Case]:
             "smallest and row": (8, dims[1]),
         }[groups]
         row["cache_dtype"] = "int4"
-        if shape == "one token":
-            cases.append(_case(row | {"causal": True}, seq_lens=(0, 1, 513, 40, 700), seed=i))
-        else:
-            seq_lens, q_lens = zip(*VARLEN_SHAPES[shape], strict=True)
-            cases.append(_case(row, seq_lens=seq_lens, q_lens=q_lens, seed=i))
+        cases.append(_batch(row, shape, i, one_token=(0, 1, 513, 40, 700)))
     return cases
 
 
@@ -183,13 +182,9 @@ def wide_cases(target: Target) -> list[Case]:
         row["latent"] = row["latent"] and row["dims"][1] <= row["dims"][0]
         if rules != "none":
             row |= {"window": 100, "soft_cap": 6.0, "alibi": True, "sinks": True}
-        if shape == "one token":
-            cases.append(_case(row | {"causal": True}, seq_lens=(0, 1, 513, 40), seed=i))
-            continue
-        if rules == "tree":
+        if rules == "tree" and shape != "one token":
             row |= {"tree": True, "causal": True}
-        seq_lens, q_lens = zip(*VARLEN_SHAPES[shape], strict=True)
-        cases.append(_case(row, seq_lens=seq_lens, q_lens=q_lens, seed=i))
+        cases.append(_batch(row, shape, i, one_token=(0, 1, 513, 40)))
     return cases
 
 

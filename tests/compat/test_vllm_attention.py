@@ -8,7 +8,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_cases import classic_case, running_on  # noqa: E402
+from vllm_cases import classic_case  # noqa: E402
 
 from paged_ops.compat import vllm  # noqa: E402
 from paged_ops.testing import arrays  # noqa: E402
@@ -36,7 +36,7 @@ def test_values(target: Target, case: Case) -> None:
     given = classic_case(case, target.device)
     before = [x.clone() for x in (given.query, given.key_cache, given.value_cache)]
     address = given.out.data_ptr()
-    with running_on(target):
+    with target.use():
         assert vllm.paged_attention_v1(*given.arguments().values()) is None
     assert given.out.data_ptr() == address
     expected(case).check(given.out)
@@ -48,7 +48,7 @@ def test_values(target: Target, case: Case) -> None:
 def test_v2_is_v1_and_leaves_its_scratch_alone(target: Target, case: Case) -> None:
     given = classic_case(case, target.device)
     arguments = given.arguments()
-    with running_on(target):
+    with target.use():
         vllm.paged_attention_v1(**arguments)
         first = given.out.clone()
         given.out.fill_(torch.nan)

@@ -15,7 +15,6 @@ from vllm_cases import (  # noqa: E402
     packed_keys,
     put,
     put_scale,
-    running_on,
     transposed_values,
 )
 
@@ -59,7 +58,7 @@ def test_reshape_and_cache(target: Target, case: Case) -> None:
     value_cache = put(as_bytes(transposed_values(inputs.value_cache)), target.device)
     rows = [arrays.to_torch(x, target.device) for x in rows_to_write(case)]
     addresses = key_cache.data_ptr(), value_cache.data_ptr()
-    with running_on(target):
+    with target.use():
         result = vllm.reshape_and_cache(
             *rows[:2],
             key_cache,
@@ -95,7 +94,7 @@ def test_reshape_and_cache_flash(target: Target, case: Case, as_bytes_too: bool)
     if case.cache_dtype is not None and as_bytes_too:
         caches = [cache.view(torch.uint8) for cache in caches]
     rows = [arrays.to_torch(x) for x in rows_to_write(case)]
-    with running_on(target):
+    with target.use():
         vllm.reshape_and_cache_flash(*rows[:2], *caches, rows[2], kv_cache_dtype(case), *scales_of(inputs))
     require_same_memory("key_cache", wanted.key_cache, inputs.key_cache)
     require_same_memory("value_cache", wanted.value_cache, inputs.value_cache)
@@ -129,7 +128,7 @@ def test_concat_and_cache_mla(target: Target, case: Case, rank: int) -> None:
     reference.write_kv_cache(*(rows[..., part] for part in parts), *halves, slots, **scales)
     cache = as_bytes(inputs.key_cache[:, :, 0])
     given = [arrays.to_torch(x) for x in (*(rows[:, 0, part] for part in parts), cache, slots)]
-    with running_on(target):
+    with target.use():
         vllm.concat_and_cache_mla(*given, kv_cache_dtype(case), put_scale(scale))
     require_same_memory("kv_cache", wanted.key_cache, inputs.key_cache)
 

@@ -14,7 +14,6 @@ from vllm_cases import (  # noqa: E402
     kv_cache_dtype,
     put,
     put_scale,
-    running_on,
 )
 
 from paged_ops import reference  # noqa: E402
@@ -98,7 +97,7 @@ def test_attention(target: Target, case: Case) -> None:
     given = attention_arguments(build(case), target.device)
     before = given["key_cache"].clone(), given["value_cache"].clone()
     address = given["output"].data_ptr()
-    with running_on(target):
+    with target.use():
         assert vllm.cpu_attention_with_kv_cache(*given.values()) is None
     expected(case).check(given["output"])
     assert given["output"].data_ptr() == address
@@ -119,7 +118,7 @@ def test_write(target: Target, case: Case) -> None:
         options = {"kv_cache_dtype": kv_cache_dtype(case)} if quantised else {}
         options |= {name: put_scale(scale, target.device) for name, scale in scales.items()}
         key, value, slots = (put(x, target.device) for x in rows)
-        with running_on(target):
+        with target.use():
             vllm.cpu_attn_reshape_and_cache(key, value, key_cache, value_cache, slots, isa, **options)
         assert arrays.same_bits(key_cache, as_bytes(heads_first(wanted.key_cache)))
         assert arrays.same_bits(value_cache, as_bytes(heads_first(wanted.value_cache)))

@@ -10,7 +10,7 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from vllm_cases import put, running_on  # noqa: E402
+from vllm_cases import put  # noqa: E402
 
 from paged_ops.compat import vllm  # noqa: E402
 from paged_ops.compat.vllm import gather  # noqa: E402
@@ -100,7 +100,7 @@ def test_cp_gather_cache(
     ]
     if with_starts:
         arguments.append(put(np.array(STARTS, np.int32), target.device))
-    with running_on(target):
+    with target.use():
         assert vllm.cp_gather_cache(*arguments) is None
     assert tensor.data_ptr() == address and arrays.same_bits(arguments[0], cache)
     assert arrays.same_bits(tensor, gathered(cache, dst, starts, len(dst), on_host))
@@ -124,7 +124,7 @@ def test_cp_gather_through_strides(target: Target, on_host: bool, pool_of: Any) 
     room = random_bits((sum(LENGTHS), 50), np.float32)
     tensor, cache = put(room, target.device), cache_of(put(pool, target.device))
     assert not cache.is_contiguous()
-    with running_on(target):
+    with target.use():
         vllm.cp_gather_cache(
             cache,
             tensor[:, 4:44],
@@ -145,7 +145,7 @@ def test_gather_without_dequantising(target: Target, on_host: bool, num_tokens: 
     dst = random_bits((sum(LENGTHS) + WIDE, 48), np.float32)
     tensor, token_to_seq = put(dst, target.device), put(np.zeros(len(dst), np.int32), target.device)
     starts = put(np.array(STARTS, np.int32), target.device)
-    with running_on(target):
+    with target.use():
         vllm.gather_and_maybe_dequant_cache(
             put(cache, target.device),
             tensor,
@@ -183,7 +183,7 @@ def test_gather_with_dequantising(
         scale,
         starts,
     ]
-    with running_on(target):
+    with target.use():
         vllm.gather_and_maybe_dequant_cache(put(codes, target.device), tensor, *arguments)
     with np.errstate(over="ignore", invalid="ignore"):
         meant = (codes.view(number).astype(np.float32) * np.float32(0.37)).astype(arrays.DTYPES[dtype])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,7 +9,6 @@ import numpy as np
 import torch
 
 from paged_ops.testing import arrays
-from paged_ops.testing.backends import Target
 from paged_ops.testing.cases import Case, Inputs, build
 
 # vLLM's name of what a cache holds.
@@ -20,13 +17,6 @@ KV_CACHE_DTYPES = {None: "auto", "float8_e4m3fn": "fp8", "float8_e5m2": "fp8_e5m
 
 def kv_cache_dtype(case: Case) -> str:
     return KV_CACHE_DTYPES[case.cache_dtype]
-
-
-@contextlib.contextmanager
-def running_on(target: Target) -> Iterator[None]:
-    """The ops as the target runs them."""
-    with target.use():
-        yield
 
 
 def packed_keys(cache: np.ndarray) -> np.ndarray:

@@ -19,7 +19,7 @@ from paged_ops.testing.cases import (
     one_sequence_per_token,
     select_sequences,
 )
-from paged_ops.testing.checks import check_attention, require_same_bits
+from paged_ops.testing.checks import check_attention, require_same_state
 
 # A little of everything: several chunks, an empty sequence, a tail, groups that fill a matrix tile or do not.
 DECODE = [
@@ -38,24 +38,13 @@ varlen = pytest.mark.parametrize("case", VARLEN, ids=str)
 both = pytest.mark.parametrize("case", DECODE + VARLEN, ids=str)
 
 
-def require_same(wanted: Any, actual: Any) -> None:
-    require_same_bits("out", wanted[0], actual[0])
-    require_same_bits("lse", wanted[1], actual[1])
-
-
-def rows_of(inputs: Inputs, seq: int) -> slice:
-    if inputs.cu_seqlens_q is None:
-        return slice(seq, seq + 1)
-    return slice(*map(int, inputs.cu_seqlens_q[seq : seq + 2]))
-
-
 @both
 def test_alone_or_in_a_batch(ops: HostOps, case: Case) -> None:
     inputs = build(case)
     out, lse = inputs.attention(ops)
     for seq in range(len(case.seq_lens)):
         alone = select_sequences(inputs, [seq]).attention(ops)
-        require_same((out[rows_of(inputs, seq)], lse[rows_of(inputs, seq)]), alone)
+        require_same_state((out[inputs.rows_of(seq)], lse[inputs.rows_of(seq)]), alone)
 
 
 @both
@@ -63,8 +52,8 @@ def test_order_of_the_batch(ops: HostOps, case: Case) -> None:
     inputs = build(case)
     out, lse = inputs.attention(ops)
     order = np.random.default_rng(1).permutation(len(case.seq_lens)).tolist() * 2  # each sequence twice
-    rows = np.concatenate([np.arange(len(out))[rows_of(inputs, seq)] for seq in order])
-    require_same((out[rows], lse[rows]), select_sequences(inputs, order).attention(ops))
+    rows = np.concatenate([np.arange(len(out))[inputs.rows_of(seq)] for seq in order])
+    require_same_state((out[rows], lse[rows]), select_sequences(inputs, order).attention(ops))
 
 
 @both
@@ -73,7 +62,7 @@ def test_width_of_the_block_table(ops: HostOps, case: Case) -> None:
     inputs = build(case)
     widened = np.full((len(case.seq_lens), inputs.block_tables.shape[1] + 200), WILD_BLOCK_IDS[0], np.int32)
     widened[:, : inputs.block_tables.shape[1]] = inputs.block_tables
-    require_same(inputs.attention(ops), replace(inputs, block_tables=widened).attention(ops))
+    require_same_state(inputs.attention(ops), replace(inputs, block_tables=widened).attention(ops))
 
 
 @both
@@ -81,13 +70,13 @@ def test_repeated_calls(ops: HostOps, case: Case) -> None:
     inputs = build(case)
     first = inputs.attention(ops)
     for _ in range(3 if ops.target.backend == "emulated" else 20):
-        require_same(first, inputs.attention(ops))
+        require_same_state(first, inputs.attention(ops))
 
 
 @varlen
 def test_varlen_equals_decode_token_by_token(ops: HostOps, case: Case) -> None:
     inputs = build(case)
-    require_same(one_sequence_per_token(inputs).attention(ops), inputs.attention(ops))
+    require_same_state(one_sequence_per_token(inputs).attention(ops), inputs.attention(ops))
 
 
 @varlen
@@ -99,7 +88,7 @@ def test_any_chunking_of_a_prefill(ops: HostOps, case: Case) -> None:
     for seq, (seq_len, q_len) in enumerate(zip(case.seq_lens, case.query_lens, strict=True)):
         cuts = np.unique([0, q_len, *rng.integers(0, q_len + 1, 3)])
         for begin, end in itertools.pairwise(cuts.tolist()):
-            rows = slice(rows_of(inputs, seq).start + begin, rows_of(inputs, seq).start + end)
+            rows = slice(inputs.rows_of(seq).start + begin, inputs.rows_of(seq).start + end)
             chunk = replace(
                 inputs,
                 query=inputs.query[rows],
@@ -107,7 +96,7 @@ def test_any_chunking_of_a_prefill(ops: HostOps, case: Case) -> None:
                 seq_lens=np.array([seq_len - q_len + end], np.int32),
                 cu_seqlens_q=np.array([0, end - begin], np.int32),
             )
-            require_same((out[rows], lse[rows]), chunk.attention(ops))
+            require_same_state((out[rows], lse[rows]), chunk.attention(ops))
 
 
 @pytest.mark.parametrize("head_dim", [64, 104])
@@ -119,8 +108,8 @@ def test_many_columns_or_few(ops: HostOps, dtype: str, head_dim: int) -> None:
     out, lse = inputs.attention(ops)
     check_attention(lambda inputs: inputs.attention(ops), case)
     for seq in (0, 1, 6, 15):
-        rows = rows_of(inputs, seq)
-        require_same((out[rows], lse[rows]), select_sequences(inputs, [seq]).attention(ops))
+        rows = inputs.rows_of(seq)
+        require_same_state((out[rows], lse[rows]), select_sequences(inputs, [seq]).attention(ops))
 
 
 @varlen
@@ -128,7 +117,7 @@ def test_padding_does_not_matter(ops: HostOps, case: Case) -> None:
     inputs = build(case)
     padded = replace(inputs, query=np.concatenate([inputs.query, inputs.query[:7]]))
     out, lse = padded.attention(ops)
-    require_same(inputs.attention(ops), (out[:-7], lse[:-7]))
+    require_same_state(inputs.attention(ops), (out[:-7], lse[:-7]))
     assert (out[-7:] == 0).all() and np.isneginf(lse[-7:]).all()
 
 
@@ -148,7 +137,7 @@ def test_block_size_and_layout(ops: HostOps, dtype: str, q_lens: tuple[int, ...]
         (600, "interleaved", False),
     ]:
         moved = repaged(build(base), block_size, layout, in_order)
-        require_same(wanted, moved.attention(ops))
+        require_same_state(wanted, moved.attention(ops))
 
 
 def repaged(inputs: Inputs, block_size: int, layout: str, in_order: bool) -> Inputs:
@@ -182,7 +171,7 @@ def test_threads_of_the_cpu_backend(target: Target, case: Case) -> None:
         with use_num_threads(num_threads):
             results.append(inputs.attention(ops))
     for result in results[1:]:
-        require_same(results[0], result)
+        require_same_state(results[0], result)
 
 
 EMULATOR_SETTINGS: list[dict[str, Any]] = [
@@ -203,7 +192,7 @@ def test_schedules_of_the_emulator(target: Target, case: Case) -> None:
     wanted = inputs.attention(ops)
     for settings in EMULATOR_SETTINGS:
         with use_emulator(**settings):
-            require_same(wanted, inputs.attention(ops))
+            require_same_state(wanted, inputs.attention(ops))
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -223,4 +212,4 @@ def test_heads_of_a_group_whatever_their_neighbours_hold(ops: HostOps, dtype: st
     together = ops.paged_attention_decode(query, keys, values, *rest, return_lse=True)
     for head in range(group):
         alone = ops.paged_attention_decode(query[:, [head]], keys, values, *rest, return_lse=True)
-        require_same(tuple(x[:, [head]] for x in together), alone)
+        require_same_state(tuple(x[:, [head]] for x in together), alone)

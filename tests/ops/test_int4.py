@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scale_checks import require_bad_scale
 
 import paged_ops
 from paged_ops import reference, reference_numbers
@@ -309,17 +310,8 @@ def test_extents_that_overflow_are_refused() -> None:
 def test_bad_scales_are_named(
     ops: HostOps, name: str, scale: Any, error: type[Exception], message: str
 ) -> None:
-    caches = [np.zeros((4, 16, 2, 12), np.uint8) for _ in range(2)]
     scales = {which: np.full((4, 16, 2, 3), 3, F32) for which in ("k_scale", "v_scale")} | {name: scale}
-    rows = np.ones((3, 2, 24), F32)
-    with pytest.raises(error, match=f"^{name}: .*{message}"):
-        ops.write_kv_cache(rows, rows, *caches, np.arange(3), **scales)
-    assert not any(cache.any() for cache in caches)
-    out = np.full((1, 2, 24), 7, F32)
-    tables, lens = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
-    with pytest.raises(error, match=f"^{name}: .*{message}"):
-        ops.paged_attention_decode(np.ones((1, 2, 24), F32), *caches, tables, lens, out=out, **scales)
-    assert (out == 7).all()
+    require_bad_scale(ops, np.zeros((4, 16, 2, 12), np.uint8), scales, error, f"^{name}: .*{message}")
 
 
 @pytest.mark.parametrize("nbytes", [2, 5, 6, 1024])

@@ -11,8 +11,13 @@ import pytest
 from paged_ops import reference
 from paged_ops.testing import arrays
 from paged_ops.testing.backends import HostOps, use_emulator, use_num_threads
-from paged_ops.testing.cases import Case, Inputs, build, one_sequence_per_token, select_sequences
-from paged_ops.testing.checks import check_attention, require_same_bits, require_same_memory
+from paged_ops.testing.cases import Case, build, one_sequence_per_token, select_sequences
+from paged_ops.testing.checks import (
+    check_attention,
+    require_same_bits,
+    require_same_memory,
+    require_same_state,
+)
 from paged_ops.testing.grids import wide_cases
 from paged_ops.testing.tolerance import expected_shared_prefix
 
@@ -53,7 +58,7 @@ def test_many_heads(ops: HostOps, base: Case, num_q_heads: int) -> None:
 def test_the_bits_are_those_of_two_caches(ops: HostOps, case: Case) -> None:
     inputs = build(case)
     apart = replace(inputs, value_cache=inputs.value_cache.copy())
-    require_same(apart.attention(ops), inputs.attention(ops))
+    require_same_state(apart.attention(ops), inputs.attention(ops))
 
 
 def test_a_cache_that_only_looks_alike_is_another(ops: HostOps) -> None:
@@ -67,7 +72,7 @@ def test_a_cache_that_only_looks_alike_is_another(ops: HostOps) -> None:
     ):
         shared = replace(inputs, value_cache=values)
         apart = replace(inputs, value_cache=values.copy())
-        require_same(apart.attention(ops), shared.attention(ops))
+        require_same_state(apart.attention(ops), shared.attention(ops))
 
 
 @pytest.mark.parametrize("bad", [np.nan, np.inf])
@@ -88,21 +93,10 @@ def test_what_is_not_seen_does_not_show(ops: HostOps, case: Case, num_q_heads: i
                 changed.key_cache[block, position % case.block_size] = bad
             rows = slice(first, first + num_clean)
             changed_out, changed_lse = changed.attention(ops)
-            require_same((out[rows], lse[rows]), (changed_out[rows], changed_lse[rows]))
+            require_same_state((out[rows], lse[rows]), (changed_out[rows], changed_lse[rows]))
 
 
 # --- bits -----------------------------------------------------------------------------------------------
-
-
-def require_same(wanted: Any, actual: Any) -> None:
-    require_same_bits("out", wanted[0], actual[0])
-    require_same_bits("lse", wanted[1], actual[1])
-
-
-def rows_of(inputs: Inputs, seq: int) -> slice:
-    if inputs.cu_seqlens_q is None:
-        return slice(seq, seq + 1)
-    return slice(*map(int, inputs.cu_seqlens_q[seq : seq + 2]))
 
 
 @calls
@@ -111,13 +105,13 @@ def test_bits_do_not_depend_on_the_batch(ops: HostOps, case: Case) -> None:
     inputs = build(case)
     out, lse = inputs.attention(ops)
     for seq in range(len(case.seq_lens)):
-        rows = rows_of(inputs, seq)
+        rows = inputs.rows_of(seq)
         alone = select_sequences(inputs, [seq])
         tables = np.concatenate([alone.block_tables, np.full((1, 200), -1, np.int32)], axis=1)
         for call in (alone, replace(alone, block_tables=tables)):
-            require_same((out[rows], lse[rows]), call.attention(ops))
+            require_same_state((out[rows], lse[rows]), call.attention(ops))
     if case.q_lens is not None:
-        require_same((out, lse), one_sequence_per_token(inputs).attention(ops))
+        require_same_state((out, lse), one_sequence_per_token(inputs).attention(ops))
 
 
 EMULATOR_SETTINGS: list[dict[str, Any]] = [
@@ -138,11 +132,11 @@ def test_bits_do_not_depend_on_who_does_what(ops: HostOps, case: Case, latent: b
     if ops.target.backend == "cpu":
         for num_threads in (1, 2, 5):
             with use_num_threads(num_threads):
-                require_same(wanted, inputs.attention(ops))
+                require_same_state(wanted, inputs.attention(ops))
     elif ops.target.backend == "emulated":
         for settings in EMULATOR_SETTINGS:
             with use_emulator(**settings):
-                require_same(wanted, inputs.attention(ops))
+                require_same_state(wanted, inputs.attention(ops))
 
 
 @calls
@@ -154,7 +148,7 @@ def test_bits_do_not_depend_on_the_layout(ops: HostOps, case: Case) -> None:
     keys[...] = inputs.key_cache
     for values in (keys[..., :LATENT], inputs.value_cache):
         moved = replace(inputs, key_cache=keys, value_cache=values)
-        require_same(inputs.attention(ops), moved.attention(ops))
+        require_same_state(inputs.attention(ops), moved.attention(ops))
 
 
 @calls
@@ -164,7 +158,7 @@ def test_bits_do_not_depend_on_the_other_heads(ops: HostOps, case: Case) -> None
     for heads in (slice(0, 1), slice(3, 12)):
         rules = {n: x[heads] for n in ("alibi_slopes", "sinks") if (x := getattr(inputs, n)) is not None}
         part = replace(inputs, query=inputs.query[:, heads], **rules)
-        require_same((out[:, heads], lse[:, heads]), part.attention(ops))
+        require_same_state((out[:, heads], lse[:, heads]), part.attention(ops))
 
 
 # --- the cache ------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from scale_checks import require_bad_scale
 
 import paged_ops
 from paged_ops import reference, reference_numbers
@@ -209,17 +210,8 @@ BAD_SCALES: list[tuple[Any, type[Exception], str]] = [
 def test_bad_scales_are_named(
     ops: HostOps, name: str, scale: Any, error: type[Exception], message: str
 ) -> None:
-    caches = [np.zeros((4, 16, 2, 8), arrays.CACHE_DTYPES["int8"]) for _ in range(2)]
     scales = {"k_scale": 1.0, "v_scale": 1.0} | {name: scale}
-    rows = np.ones((3, 2, 8), F32)
-    with pytest.raises(error, match=f"^{name}: .*{message}"):
-        ops.write_kv_cache(rows, rows, *caches, np.arange(3), **scales)
-    assert not any(cache.any() for cache in caches)
-    out = np.full((1, 2, 8), 7, F32)
-    tables, lens = np.zeros((1, 1), np.int32), np.ones(1, np.int32)
-    with pytest.raises(error, match=f"^{name}: .*{message}"):
-        ops.paged_attention_decode(np.ones((1, 2, 8), F32), *caches, tables, lens, out=out, **scales)
-    assert (out == 7).all()
+    require_bad_scale(ops, np.zeros((4, 16, 2, 8), np.int8), scales, error, f"^{name}: .*{message}")
 
 
 def test_plain_and_quantised_do_not_mix(ops: HostOps) -> None:
