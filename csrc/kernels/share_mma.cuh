@@ -9,6 +9,7 @@
 #include "kernels/mma_state.cuh"
 #include "kernels/sight.cuh"
 #include "kernels/tile_loader.cuh"
+#include "kernels/widen.cuh"
 
 namespace paged_ops::kernels {
 
@@ -226,13 +227,11 @@ class MmaShare {
 
   // Of the warp's own dims.
   __device__ __forceinline__ bool all_finite(SharedSlot values) const {
-    constexpr uint32_t kExponent = dtype_of<T>::value == DType::f16 ? 0x7c00u : 0x7f80u;
     bool finite = true;
 #pragma unroll 1
     for (int d = 0; d < kSteps; d++) {
       const uint4 piece = ptx::load16(values.bytes + key_at_ + d * kStepNbytes);
-      for (const uint32_t pair : {piece.x, piece.y, piece.z, piece.w})
-        finite &= (pair & kExponent) != kExponent && (pair >> 16 & kExponent) != kExponent;
+      for (const uint32_t bits : {piece.x, piece.y, piece.z, piece.w}) finite &= kernels::all_finite<T>(bits);
     }
     return __all_sync(kAllLanes, finite);
   }
