@@ -120,7 +120,7 @@ class BlockProducts {
                         [&](int) { prefetcher.step(); });
       });
     }
-    if (scales_.used()) scales_.take(walk, task_.head_begin + head, begin, end);
+    scales_.take(walk, task_.head_begin + head, begin, end);
   }
 
   // Two blocks of rows, or the last one twice, and how much of the chunk they see.
@@ -328,22 +328,23 @@ class BlockProducts {
                    Work& meanwhile) {
     RowSums sums;
     const Sight& sight = pair.sights[i];
-    const int group = p_.num_q_heads / p_.kv.num_kv_heads;
-    if (scales_.used()) scales_.scale_scores<kBlockRows>(pair.first_step, pair.end_step, scores_of(turn, i));
-    if (!rule_.plain())
-      apply_rule<kBlockRows>(rule_, rows_, (pair.block + i) * kBlockRows, sight.num_rows,
-                             (task_.head_begin + head) * group, group, position, pair.first_step,
-                             pair.end_step, scores_of(turn, i));
-    with_bool(scales_.used(), [&](auto scaled) {
+    const int group = p_.num_q_heads / p_.kv.num_kv_heads, kv_head = task_.head_begin + head;
+    const LogitRule rule = rule_.of_scores_short_of(scales_.key_factor(kv_head));
+    if (scales_.key_varies())
+      scales_.scale_scores<kBlockRows>(pair.first_step, pair.end_step, scores_of(turn, i));
+    if (!rule.plain())
+      apply_rule<kBlockRows>(rule, rows_, (pair.block + i) * kBlockRows, sight.num_rows, kv_head * group,
+                             group, position, pair.first_step, pair.end_step, scores_of(turn, i));
+    with_bool(scales_.value_varies(), [&](auto scaled) {
       weigh<kBlockRows, decltype(scaled)::value>(scores_of(turn, i), sight, pair.first_step, pair.end_step,
-                                                 rule_.factor(), scales_.of_values(), weights_of(turn, i),
+                                                 rule.factor(), scales_.of_values(), weights_of(turn, i),
                                                  sums, [&](auto part) __attribute__((always_inline)) {
                                                    meanwhile.template part<decltype(part)::value>();
                                                    if constexpr (decltype(part)::value == 0)
                                                      prefetcher_.step();
                                                  });
     });
-    store_headers(sums, sight.num_rows, states, record_);
+    store_headers(sums, sight.num_rows, scales_.value_inverse(kv_head), states, record_);
   }
 
   float* scores_of(int turn, int i) const { return scores_ + (2 * turn + i) * kChunkTokens * kBlockRows; }

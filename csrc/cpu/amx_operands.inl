@@ -30,7 +30,8 @@ inline __m512i load_dims(const char* row, int i, int dim) {
 }
 
 // Up to kBlockRows rows of a head from `first` on, as right operands: a row of a tile register has two dims
-// of each of them. packed: [key_steps, 16, columns, 2]; columns without a row are zeros.
+// of each of them, in the order of the cache's keys. packed: [key_steps, 16, columns, 2]; columns without a
+// row are zeros.
 inline void pack_queries(const AttentionParams& p, const AttentionTask& task, int head, int first,
                          int num_rows, int columns, bf16* packed) {
   const int group = p.num_q_heads / p.kv.num_kv_heads, dim = p.kv.key_head_dim;
@@ -41,11 +42,18 @@ inline void pack_queries(const AttentionParams& p, const AttentionTask& task, in
               (int64_t(task.head_begin + head) * group + g) * p.query_stride_head;
     if (++g == group) g = 0, token++;
   }
+  const bool mixed = p.kv.dtype != DType::bf16;
+  const auto dims = [&](const char* row, int i) {
+    if (const int even = i & ~(kMixedDims - 1); mixed && dim - even >= kMixedDims) {
+      const TwoVectors x = mixed_dims({load_dims(row, even, dim), load_dims(row, even + kStepDims, dim)});
+      return i == even ? x.low : x.high;
+    }
+    return load_dims(row, i, dim);
+  };
   const __mmask16 kept = __mmask16((1u << columns) - 1);
   for (int i = 0; i < dim; i += kStepDims, packed += 2 * kBlockRows * columns) {
     __m512i x[kBlockRows];
-    for (int r = 0; r < kBlockRows; r++)
-      x[r] = r < num_rows ? load_dims(rows[r], i, dim) : _mm512_setzero_si512();
+    for (int r = 0; r < kBlockRows; r++) x[r] = r < num_rows ? dims(rows[r], i) : _mm512_setzero_si512();
     if (columns == 1) {  // a row is a column already
       _mm512_store_si512(packed, x[0]);
       continue;
@@ -76,6 +84,7 @@ template <class E, class F>
 inline void copy_keys(const char* const* rows, int64_t offset, int num_tokens, int dim, int num_rows,
                       bf16* out, F&& meanwhile) {
   const int64_t step = int64_t(num_rows) * kStepDims, group = steps_of(dim, kStepDims) * step;
+  [[maybe_unused]] const Widener<E> widen{};
   bf16* first = out;  // of the token's row
   for (int t = 0, in_group = 0; t < num_tokens; t++, first += kStepDims) {
     if (in_group++ == num_rows) {
@@ -94,8 +103,8 @@ inline void copy_keys(const char* const* rows, int64_t offset, int num_tokens, i
         x += 2 * step;
       };
 #pragma GCC unroll 2
-      for (; left >= 2 * kStepDims; left -= 2 * kStepDims) put(load_numbers<E>(row + dim - left), true);
-      if (left > 0) put(load_numbers<E>(row + dim - left, left), left > kStepDims);
+      for (; left >= kMixedDims; left -= kMixedDims) put(mixed_dims(widen, row + dim - left), true);
+      if (left > 0) put(last_dims(widen, row + dim - left, left), left > kStepDims);
     }
     meanwhile(t);
   }
@@ -118,6 +127,7 @@ struct PairedValues {
     const auto row = [&](int token) {
       return token < num_tokens ? rows[token] + offset : reinterpret_cast<const char*>(kZeroRow);
     };
+    [[maybe_unused]] const Widener<E> widen{};
     for (int t = 0; t < kStepTokens; t += 2) {
       const char *x = row(t), *y = row(t + 1);
       bf16* out = tiles(step, 0) + t / 2 * kTileRow;
@@ -137,8 +147,8 @@ struct PairedValues {
       } else {
 #pragma GCC unroll 4
         for (; left >= kStepDims; left -= kStepDims, x += kStepDims, y += kStepDims)
-          put(pair_numbers<E>(load_bytes(x), load_bytes(y)));
-        if (left > 0) put(pair_numbers<E>(load_bytes(x, left), load_bytes(y, left)));
+          put(widen.pair(load_bytes(x), load_bytes(y)));
+        if (left > 0) put(widen.pair(load_bytes(x, left), load_bytes(y, left)));
       }
       meanwhile(t);
     }
@@ -183,11 +193,12 @@ struct PairedValues {
   }
 };
 
-// Gives a block's rows their headers.
-inline void store_headers(const RowSums& sums, int num_rows, float* states, int64_t record) {
+// Gives a block's rows their headers. value_inverse: one over what all values lack.
+inline void store_headers(const RowSums& sums, int num_rows, float value_inverse, float* states,
+                          int64_t record) {
   for (int row = 0; row < num_rows; row++, states += record) {
     states[0] = sums.reference[row];
-    states[1] = sums.rounded[row];
+    states[1] = sums.rounded[row] * value_inverse;
     states[2] = sums.exact[row];
   }
 }

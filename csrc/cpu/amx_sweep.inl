@@ -39,50 +39,41 @@ class SweepProducts {
   SweepProducts& operator=(const SweepProducts&) = delete;
 
   void start(const PageWalk&, int, int) {
-    prefetcher_.clear();
     for (int head = 0; head < num_heads_; head++)
       pack_queries(p_, task_, head, 0, rows_.count, columns_, query_ + head * query_elements());
   }
 
   void attend_chunk(const PageWalk& walk, int begin, int end, int, float* states) {
     configure(rows_.count);
-    TileRows tile;
-    // Goes on to tokens [at, next): what `ask` puts on the prefetcher's list is spread over num_calls of each
-    // head meanwhile.
-    const auto enter = [&](int at, int next, int num_calls, auto&& ask) {
-      prefetcher_.drain();
-      walk.rows(at, next, tile);
-      prefetcher_.clear();
-      ask();
-      prefetcher_.pace(num_heads_ * num_calls);
+    TileRows tiles[2];  // by turns: the one at hand and the next
+    const auto for_each_tile = [&](auto&& f) {
+      walk.rows(begin, tile_end(begin, end), tiles[0]);
+      for (int at = begin, next, turn = 0; at < end; at = next, turn ^= 1) {
+        next = tile_end(at, end);
+        walk.rows(next, tile_end(next, end), tiles[turn ^ 1]);
+        f(at, tiles[turn], tiles[turn ^ 1]);
+      }
     };
-    for (int at = begin, next; at < end; at = next) {
-      next = tile_end(at, end);
-      enter(at, next, kStepTokens, [&] {
-        key_stride_ = key_stride(p_.kv, tile, key_rows_);
-        // Keys that are not copied are read in an order that the hardware prefetches better by itself.
-        if (key_stride_ == 0) walk.prefetch_keys(next, tile_end(next, end), prefetcher_);
-      });
-      for (int head = 0; head < num_heads_; head++) score(head, tile, at - begin);
+    for_each_tile([&](int at, const TileRows& tile, const TileRows& next) {
+      key_stride_ = key_stride(p_.kv, tile, key_rows_);
+      for (int head = 0; head < num_heads_; head++) score(head, tile, next, at - begin);
       pending_keys_.finish();
-    }
+    });
     const Sight sight(rows_, 0, rows_.count, begin, end - begin);
     const int num_steps = steps_of(end - begin, kStepTokens);
-    enter(end, end, num_steps * weigh_slots(columns_),
-          [&] { walk.prefetch_values(begin, tile_end(begin, end), prefetcher_); });
+    walk.rows(begin, tile_end(begin, end), tiles[0]);
+    prefetch_values(0, tiles[0]);
     for (int head = 0; head < num_heads_; head++) {
       float* const state = states + head * rows_.count * record_;
       clear_states(state);
-      if (scales_.used()) scales_.take(walk, task_.head_begin + head, begin, end);
+      scales_.take(walk, task_.head_begin + head, begin, end);
       weigh_head(head, begin, sight, num_steps, state);
     }
-    for (int at = begin, next; at < end; at = next) {
-      next = tile_end(at, end);
-      enter(at, next, kStepTokens / 2, [&] { walk.prefetch_values(next, tile_end(next, end), prefetcher_); });
-      const Sight here(rows_, 0, rows_.count, at, next - at);
+    for_each_tile([&](int at, const TileRows& tile, const TileRows& next) {
+      const Sight here(rows_, 0, rows_.count, at, tile.num_tokens);
       for (int head = 0; head < num_heads_; head++)
-        add_values(head, tile, here, at - begin, states + head * rows_.count * record_);
-    }
+        add_values(head, tile, next, here, at - begin, states + head * rows_.count * record_);
+    });
     pending_.finish();
   }
 
@@ -111,6 +102,16 @@ class SweepProducts {
     configured_rows_ = num_rows;
   }
 
+  int64_t key_offset(int head) const { return (task_.head_begin + head) * p_.kv.key.stride_head; }
+  int64_t value_offset(int head) const { return (task_.head_begin + head) * p_.kv.value.stride_head; }
+  void prefetch_keys(int head, const TileRows& tile) {
+    prefetcher_.enter(tile.key, tile.num_tokens, key_offset(head),
+                      row_nbytes(p_.kv.dtype, p_.kv.key_head_dim));
+  }
+  void prefetch_values(int head, const TileRows& tile) {
+    prefetcher_.enter(tile.value, tile.num_tokens, value_offset(head),
+                      row_nbytes(p_.kv.dtype, p_.kv.value_head_dim));
+  }
   int64_t query_elements() const { return int64_t(key_steps_) * 2 * kBlockRows * columns_; }
   float* scores_of(int head) const { return scores_ + int64_t(head) * kChunkTokens * columns_; }
   bf16* weights_of(int head) const { return weights_ + int64_t(head) * kChunkTokens * columns_; }
@@ -157,12 +158,14 @@ class SweepProducts {
 
   // The scores of a step's tokens. Keys are copied while those of the head before are multiplied: what has
   // just been stored cannot be loaded into a tile register at once.
-  void score(int head, const TileRows& tile, int token) {
-    const int64_t offset = int64_t(task_.head_begin + head) * p_.kv.key.stride_head;
+  void score(int head, const TileRows& tile, const TileRows& next, int token) {
+    const int64_t offset = key_offset(head);
     const bf16* const query = query_ + head * query_elements();
     float* const scores = scores_of(head) + token * columns_;
+    // Keys that are not copied come early enough by themselves: loads of tile registers run far ahead.
     if (key_stride_ != 0) return score_in_place(tile, offset, query, scores);
     turn_ ^= 1;
+    head + 1 < num_heads_ ? prefetch_keys(head + 1, tile) : prefetch_keys(0, next);
     with_element(p_.kv.dtype, [&](auto element) {
       copy_keys<decltype(element)>(tile.key, offset, tile.num_tokens, p_.kv.key_head_dim, key_rows_,
                                    keys_[turn_], [&](int t) {
@@ -207,15 +210,16 @@ class SweepProducts {
 
   void weigh_head(int head, int position, const Sight& sight, int num_steps, float* states) {
     RowSums sums;
-    const int group = p_.num_q_heads / p_.kv.num_kv_heads;
+    const int group = p_.num_q_heads / p_.kv.num_kv_heads, kv_head = task_.head_begin + head;
+    const LogitRule rule = rule_.of_scores_short_of(scales_.key_factor(kv_head));
     const auto call = [&](auto columns) {
       constexpr int kColumns = decltype(columns)::value;
-      if (scales_.used()) scales_.template scale_scores<kColumns>(0, num_steps, scores_of(head));
-      if (!rule_.plain())
-        apply_rule<kColumns>(rule_, rows_, 0, rows_.count, (task_.head_begin + head) * group, group, position,
-                             0, num_steps, scores_of(head));
-      with_bool(scales_.used(), [&](auto scaled) {
-        weigh<kColumns, decltype(scaled)::value>(scores_of(head), sight, 0, num_steps, rule_.factor(),
+      if (scales_.key_varies()) scales_.template scale_scores<kColumns>(0, num_steps, scores_of(head));
+      if (!rule.plain())
+        apply_rule<kColumns>(rule, rows_, 0, rows_.count, kv_head * group, group, position, 0, num_steps,
+                             scores_of(head));
+      with_bool(scales_.value_varies(), [&](auto scaled) {
+        weigh<kColumns, decltype(scaled)::value>(scores_of(head), sight, 0, num_steps, rule.factor(),
                                                  scales_.of_values(), weights_of(head), sums, [&](auto part) {
                                                    if (decltype(part)::value == 0) prefetcher_.step();
                                                  });
@@ -228,7 +232,7 @@ class SweepProducts {
       case 8: call(Constant<8>{}); break;
       default: call(Constant<16>{}); break;
     }
-    store_headers(sums, rows_.count, states, record_);
+    store_headers(sums, rows_.count, scales_.value_inverse(kv_head), states, record_);
   }
 
   // weights . values of a step, to be added to the sums of some rows, 16 dims at a time.
@@ -268,16 +272,17 @@ class SweepProducts {
 
   // Pairs a head's values of a step while those of the head before are multiplied: what has just been stored
   // cannot be loaded into a tile register at once.
-  void add_values(int head, const TileRows& tile, const Sight& sight, int token, float* states) {
+  void add_values(int head, const TileRows& tile, const TileRows& next, const Sight& sight, int token,
+                  float* states) {
     turn_ ^= 1;
+    head + 1 < num_heads_ ? prefetch_values(head + 1, tile) : prefetch_values(0, next);
     const PairedValues& values = values_[turn_];
     with_element(p_.kv.dtype, [&](auto element) {
-      values.fill<decltype(element)>(0, tile.value,
-                                     int64_t(task_.head_begin + head) * p_.kv.value.stride_head,
-                                     tile.num_tokens, [&](int t) {
-                                       prefetcher_.step();
-                                       if (t % 4 == 0) pending_.next();
-                                     });
+      values.fill<decltype(element)>(0, tile.value, value_offset(head), tile.num_tokens, [&](int t) {
+        prefetcher_.step();
+        prefetcher_.step();
+        if (t % 4 == 0) pending_.next();
+      });
     });
     pending_.finish();
     const bf16* const weights = weights_of(head) + token * columns_;
@@ -305,7 +310,7 @@ class SweepProducts {
   const int key_steps_, value_pairs_;
   const int64_t record_;
   int configured_rows_ = 0;
-  Prefetcher prefetcher_;
+  RowPrefetcher prefetcher_;
   bf16* query_;             // [heads, key_steps, 16, columns, 2]
   int64_t key_stride_ = 0;  // of the step at hand; 0: its keys are copied
   bf16* keys_[2];           // of a step, copied, by turns

@@ -110,11 +110,13 @@ inline Vec weight_of(Vec x, __mmask16 kept) {
   return _mm512_maskz_scalef_ps(kept, y, x);
 }
 
-// What weights are multiplied by before they are rounded, for values that lack their scales. Then the sum of
-// the rounded ones is made of what they are worth: rounded weights over scales.
+// What weights are multiplied by before they are rounded, for values that lack scales of their own. Then the
+// sum of the rounded ones is made of what they are worth: rounded weights over scales.
 struct ValueScales {
-  const float* scale;    // [kChunkTokens]; null = there are none
+  const float* scale;    // [kChunkTokens]
   const float* inverse;  // [kChunkTokens] of a step the even tokens, then the odd ones; of a NaN 0
+
+  ValueScales of_step(int step) const { return {scale + step * kStepTokens, inverse + step * kStepTokens}; }
 };
 
 // kStepTokens tokens of a block's scores. Lane i of vector n is column i % kColumns of token
@@ -343,8 +345,7 @@ __attribute__((noinline)) void weigh(const float* scores, const Sight& sight, in
   sums.exact = zero();
   for (auto& row : sums.rounded) store(row, zero());
   for_each_step([&](int i, const auto& step) __attribute__((always_inline)) {
-    const ValueScales own{scales.scale + i * kStepTokens, scales.inverse + i * kStepTokens};
-    weigh_step<kScaled>(step, shift, own, weights + i * kStepFloats, sums, meanwhile);
+    weigh_step<kScaled>(step, shift, scales.of_step(i), weights + i * kStepFloats, sums, meanwhile);
   });
   store(out.reference, reference);
   store(out.exact, sums.exact);

@@ -24,6 +24,13 @@ class LogitRule {
   explicit LogitRule(const AttentionParams& p)
       : scale_(p.scale), soft_cap_(p.rules.soft_cap), slopes_(p.rules.alibi_slopes) {}
 
+  // The same for scores that lack a factor.
+  LogitRule of_scores_short_of(float factor) const {
+    LogitRule rule = *this;
+    rule.scale_ *= factor;
+    return rule;
+  }
+
   bool plain() const { return soft_cap_ == 0.0f && !slopes_; }
 
   // What a plain score, or a logit that apply() gave, is multiplied by.
@@ -40,6 +47,6 @@ class LogitRule {
   }
 
  private:
-  const float scale_, soft_cap_;
-  const float* const slopes_;
+  float scale_, soft_cap_;
+  const float* slopes_;
 };

@@ -100,6 +100,31 @@ class Prefetcher {
   Piece pieces_[2 * kTileTokens];  // keys and values of a tile, each in a block of its own
 };
 
+// Asks for rows of one KV head while those of the head before are worked on, one row at a time: no sooner,
+// for a core waits for few lines at once, and what comes early takes the place of what is used.
+class RowPrefetcher {
+ public:
+  // Goes on to `num_rows` rows of `nbytes` bytes, at `offset` from each of `rows`.
+  void enter(const char* const* rows, int num_rows, int64_t offset, int64_t nbytes) {
+    while (num_rows_ > 0) step();
+    rows_ = rows;
+    num_rows_ = num_rows;
+    offset_ = offset;
+    nbytes_ = nbytes;
+  }
+  void step() {
+    if (num_rows_ == 0) return;
+    const char* const row = *rows_++ + offset_;
+    for (int64_t i = 0; i < nbytes_; i += 64) __builtin_prefetch(row + i, 0, 2);  // into L2
+    num_rows_--;
+  }
+
+ private:
+  const char* const* rows_ = nullptr;
+  int num_rows_ = 0;
+  int64_t offset_ = 0, nbytes_ = 0;
+};
+
 struct PageWalk {
   const PagedKV& kv;
   const int32_t* block_ids;  // of one sequence
@@ -150,16 +175,7 @@ struct PageWalk {
     }
   }
 
-  // Puts rows of tokens [begin, end) on the list: keys, values, or both, those of a block side by side.
-  void prefetch_keys(int begin, int end, Prefetcher& out) const {
-    for_each_run(begin, end,
-                 [&](const char* key, const char*, int run) { add(key, kv.key, run, kv.key_head_dim, out); });
-  }
-  void prefetch_values(int begin, int end, Prefetcher& out) const {
-    for_each_run(begin, end, [&](const char*, const char* value, int run) {
-      add(value, kv.value, run, kv.value_head_dim, out);
-    });
-  }
+  // Puts keys and values of tokens [begin, end) on the list, those of a block side by side.
   void prefetch(int begin, int end, Prefetcher& out) const {
     for_each_run(begin, end, [&](const char* key, const char* value, int run) {
       add(key, kv.key, run, kv.key_head_dim, out);
