@@ -1,4 +1,4 @@
-// Choosing the backend, and the checks that several ops share.
+// The checks that several ops share.
 #include "bind/call.h"
 
 #include <limits>
@@ -6,24 +6,6 @@
 #include "core/support.h"
 
 namespace paged_ops::bind {
-
-const Backend& backend_for(const Array& array) {
-  const auto type = array.device().device_type;
-#if defined(PAGED_OPS_EMULATED)
-  if (type == dlpack::kCPU) return launch::backend();
-  fail(array.name(), ": is on ", array.device_name(), "; the emulated backend takes tensors on the cpu");
-#else
-  if (type == dlpack::kCPU || type == dlpack::kCUDAHost) return cpu::backend();
-#if defined(PAGED_OPS_HAS_CUDA)
-  if (dlpack::on_cuda(array.device())) return launch::backend();
-  fail(array.name(), ": is on ", array.device_name(), "; wanted cpu or cuda");
-#else
-  fail(array.name(), ": is on ", array.device_name(),
-       "; this build of paged_ops has the cpu backend only (build with "
-       "PAGED_OPS_CUDA=on for CUDA)");
-#endif
-#endif
-}
 
 Context context_for(const Array& array, bool check) {
   return Context{array.device().device_id, current_stream(array), check};

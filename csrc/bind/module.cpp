@@ -1,6 +1,8 @@
-// The Python module: functions, errors, and what this build holds.
+// The Python module: functions, errors, and what this build holds. The one file of the bindings that is
+// compiled for each module.
 #include <pybind11/stl.h>
 
+#include "bind/call.h"
 #include "bind/function.h"
 #include "bind/ops.h"
 #include "core/check.h"
@@ -29,6 +31,24 @@ std::string refusal_text(const std::string& dtype, const std::string& cache_dtyp
   return refusal({dtype_from_name(dtype), dtype_from_name(cache_dtype), num_q_heads, num_kv_heads, head_dim,
                   value_head_dim, block_size})
       .why;
+}
+
+const Backend& backend_for(const Array& array) {
+  const auto type = array.device().device_type;
+#if defined(PAGED_OPS_EMULATED)
+  if (type == dlpack::kCPU) return launch::backend();
+  fail(array.name(), ": is on ", array.device_name(), "; the emulated backend takes tensors on the cpu");
+#else
+  if (type == dlpack::kCPU || type == dlpack::kCUDAHost) return cpu::backend();
+#if defined(PAGED_OPS_HAS_CUDA)
+  if (dlpack::on_cuda(array.device())) return launch::backend();
+  fail(array.name(), ": is on ", array.device_name(), "; wanted cpu or cuda");
+#else
+  fail(array.name(), ": is on ", array.device_name(),
+       "; this build of paged_ops has the cpu backend only (build with "
+       "PAGED_OPS_CUDA=on for CUDA)");
+#endif
+#endif
 }
 
 const Backend& backend_named(const std::string& device) {
