@@ -17,14 +17,24 @@ _NOISE_LENGTH = 999_983
 ALL = 1 << 30
 
 
-class Arena:
-    """Standard normal bfloat16 numbers; seen as float32 nearly the same, as float16 of size 1 to 3."""
+# What standard normal numbers are multiplied by before they become numbers of a quantised cache.
+_GAIN = {torch.int8: 30.0, torch.float8_e4m3fn: 100.0}
 
-    def __init__(self, nbytes: int, seed: int = 0) -> None:
-        pool = paged_ops.allocate_kv_pool(nbytes >> 12, 1, 1, 1, 1024, dtype=torch.bfloat16)
+
+class Arena:
+    """Standard normal bfloat16 numbers; seen as float32 nearly the same, as float16 of size 1 to 3.
+
+    Or those of a quantised cache, which are standard normal when multiplied by `scale`.
+    """
+
+    def __init__(self, nbytes: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
+        pool = paged_ops.allocate_kv_pool(nbytes >> 12, 1, 1, 1, 2048 // dtype.itemsize, dtype=dtype)
         self.memory: Any = pool.tensor.view(-1)
         self.nbytes = int(self.memory.nbytes)
-        noise = torch.randn(_NOISE_LENGTH, generator=torch.Generator().manual_seed(seed)).bfloat16()
+        gain = _GAIN.get(dtype, 1.0)
+        self.scale = 1.0 / gain
+        noise = gain * torch.randn(_NOISE_LENGTH, generator=torch.Generator().manual_seed(seed))
+        noise = (noise.round().clamp(-127, 127) if dtype == torch.int8 else noise).to(dtype)
         for piece in self.memory.split(_NOISE_LENGTH):
             piece.copy_(noise[: len(piece)])
 
@@ -42,7 +52,7 @@ class Arena:
         if shape.layout == "HND":
             inner = inner[::-1]
         extents = (num_layers, 2, *inner, shape.head_dim)
-        flat = self.view(shape.torch_dtype)
+        flat = self.view(shape.cache_dtype)
         num_blocks = len(flat) // int(np.prod(extents))
         tensor = flat[: num_blocks * int(np.prod(extents))].view(num_blocks, *extents)
         return paged_ops.KVPool(tensor, shape.layout)
@@ -73,6 +83,15 @@ class Windows:
         return np.stack(columns, axis=1).reshape(-1), int(cache[0].numel() * cache.itemsize)
 
 
+def _scales(arena: Arena, pool: paged_ops.KVPool, shape: Shape) -> dict[str, Any]:
+    if not shape.quantised:
+        return {}
+    if shape.scales == "number":
+        return {"k_scale": arena.scale, "v_scale": arena.scale}
+    per_token = (pool.num_blocks, shape.block_size, shape.num_kv_heads)
+    return {name: torch.full(per_token, arena.scale) for name in ("k_scale", "v_scale")}
+
+
 def windows(arena: Arena, shape: Shape, order: str, most: int = ALL, seed: int = 0) -> Windows:
     """order: "in-order" tables ascend through one window; "random" ones are strewn over the whole arena.
 
@@ -96,5 +115,6 @@ def windows(arena: Arena, shape: Shape, order: str, most: int = ALL, seed: int =
         value_cache=pool.value(0),
         block_tables=tables[0],
         seq_lens=torch.full((shape.num_seqs,), shape.seq_len, dtype=torch.int32),
+        scales=_scales(arena, pool, shape),
     )
     return Windows(shape, [replace(first, block_tables=table.contiguous()) for table in tables])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -23,11 +23,15 @@ class Shape:
     block_size: int = 16
     dtype: str = "bfloat16"
     layout: Literal["NHD", "HND"] = "NHD"
+    quantised: str = ""  # dtype of the caches, where it is not that of the query
+    scales: Literal["number", "token"] = "number"  # of quantised caches
 
     def __str__(self) -> str:
         return (
             f"{self.dtype} {self.num_seqs}x{self.seq_len} kv{self.num_kv_heads} g{self.group} "
-            f"d{self.head_dim} block{self.block_size}" + (" HND" if self.layout == "HND" else "")
+            f"d{self.head_dim} block{self.block_size}"
+            + (" HND" if self.layout == "HND" else "")
+            + (f" {self.quantised}, scale per {self.scales}" if self.quantised else "")
         )
 
     @property
@@ -36,9 +40,14 @@ class Shape:
         return dtype
 
     @property
+    def cache_dtype(self) -> torch.dtype:
+        dtype: torch.dtype = getattr(torch, self.quantised or self.dtype)
+        return dtype
+
+    @property
     def kv_nbytes(self) -> int:
         """Bytes of K and V that the batch reads: what bounds a decode."""
-        itemsize = self.torch_dtype.itemsize
+        itemsize = self.cache_dtype.itemsize
         return 2 * self.num_seqs * self.seq_len * self.num_kv_heads * self.head_dim * itemsize
 
     def inputs(self, device: str, seed: int = 0) -> Inputs:
@@ -83,10 +92,17 @@ class Inputs:
     value_cache: Any
     block_tables: Any
     seq_lens: Any
+    scales: dict[str, Any] = field(default_factory=dict)  # of quantised caches, as the ops take them
 
     def decode(self, **options: Any) -> Any:
         return paged_ops.paged_attention_decode(
-            self.query, self.key_cache, self.value_cache, self.block_tables, self.seq_lens, **options
+            self.query,
+            self.key_cache,
+            self.value_cache,
+            self.block_tables,
+            self.seq_lens,
+            **self.scales,
+            **options,
         )
 
     def contiguous_kv(self) -> tuple[Any, Any]:
@@ -127,6 +143,11 @@ class Inputs:
         rows = torch.tensor(sequences)
         tables = self.block_tables[rows]
         used, lens = tables.flatten().long(), self.seq_lens[rows]
+        cache_dtype = str(self.key_cache.dtype).removeprefix("torch.")
+        scales = {
+            name: arrays.to_numpy(scale[used]) if isinstance(scale, torch.Tensor) else scale
+            for name, scale in self.scales.items()
+        }
         case = cases.Case(
             tuple(lens.tolist()),
             dtype=str(self.query.dtype).removeprefix("torch."),
@@ -134,6 +155,7 @@ class Inputs:
             num_kv_heads=self.key_cache.shape[2],
             head_dim=self.query.shape[2],
             block_size=self.key_cache.shape[1],
+            cache_dtype=cache_dtype if self.scales else None,
         )
         inputs = cases.Inputs(
             case=case,
@@ -143,5 +165,6 @@ class Inputs:
             block_tables=np.arange(len(used), dtype=np.int32).reshape(tables.shape),
             seq_lens=arrays.to_numpy(lens),
             cu_seqlens_q=None,
+            **scales,
         )
         return tolerance.expected_attention(inputs).complaint(arrays.to_numpy(out[rows]))

@@ -1,15 +1,16 @@
-"""Decode: KV far larger than the caches, KV within them, odd shapes, batches, and the cost of paging."""
+"""Decode: KV far larger than the caches, within them, quantised; odd shapes, batches, the cost of paging."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
+from typing import Literal
 
 import torch
 
 import paged_ops
-from bench.arena import ALL, Windows, windows
+from bench.arena import ALL, Arena, Windows, windows
 from bench.case import Candidate, Case, Goal, Setting, Trial
 from bench.timing import called
 from bench.workloads import Shape
@@ -151,6 +152,20 @@ def _long(setting: Setting) -> Trial:
     return trial
 
 
+def _quantised(setting: Setting, *, dtype: str, scales: Literal["number", "token"], group: int) -> Trial:
+    """Beside the same sequences in bfloat16."""
+    shape = replace(MAIN, group=group, seq_len=setting.length(MAIN.seq_len, 32))
+    quantised = replace(shape, quantised=dtype, scales=scales)
+    arena = Arena(setting.arena.nbytes // 4, dtype=quantised.cache_dtype)
+    data = windows(arena, quantised, "in-order")
+    trial = Trial({isa: ours(data, isa) for isa in setting.isas[:1]}, limits(setting, data))
+    _beside(setting, trial, "bfloat16", shape)
+    if scales == "number":
+        goal = Goal("decode of 8-bit caches against bfloat16", "share:bfloat16", at_least=1.6)
+        trial.goals[setting.isas[0]] = (goal,)
+    return trial
+
+
 def _case(name: str, build: Callable[[Setting], Trial], quick: bool = True) -> Case:
     return Case("decode", name, build, quick)
 
@@ -177,5 +192,15 @@ CASES = (
     ),
     *(_case(f"paging G={group}", partial(_paging, group=group), quick=group == 4) for group in (1, 4, 8)),
     *(_case(f"batch {n}", partial(_batch, num_seqs=n), quick=n in (1, 64)) for n in (1, 2, 4, 16, 32, 64)),
+    *(
+        _case(
+            f"{dtype}, scale per {scales}, G={group}",
+            partial(_quantised, dtype=dtype, scales=scales, group=group),
+            quick=group == 4 and scales == "token",
+        )
+        for dtype in ("float8_e4m3fn", "int8")
+        for scales in ("number", "token")
+        for group in (1, 4, 8)
+    ),
     _case("1000000 tokens, 1 KV head, D=64", _long, quick=False),
 )
