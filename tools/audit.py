@@ -6,8 +6,9 @@ Each file of csrc/launch is compiled to a cubin per chip. How kernels are launch
 itself, run in the emulator (launch_survey.cpp). What a kernel must keep to stands in claims.py, and only
 there. Ends with status 1 when a claim does not hold.
 
-Needs nvcc (on PATH, in CUDA_HOME or from NVIDIA's wheels) and g++. Instructions are counted where there is
-nvdisasm (the wheel nvidia-cuda-nvdisasm); without it claims about them are listed as not checked.
+Needs a test build (`make build`), nvcc (on PATH, in CUDA_HOME or from NVIDIA's wheels) and g++. Instructions
+are counted where there is nvdisasm (the wheel nvidia-cuda-nvdisasm); without it claims about them are listed
+as not checked.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ from claims import (
     split_columns,
     split_keys,
 )
+from emulated_archive import emulated_archive
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CSRC = REPOSITORY / "csrc"
@@ -339,23 +341,13 @@ def compile_kernels(nvcc: str, source: Path, arch: str, folder: Path) -> list[Ke
 
 
 def survey_launches(folder: Path) -> dict[str, Launches]:
-    """Build the survey with g++ and run it."""
-    objects = folder / "survey"
-    program = objects / "survey"
+    """Build the survey with g++, of what a test build has compiled, and run it."""
+    program = folder / "survey"
     if not program.exists():
-        objects.mkdir(parents=True, exist_ok=True)
-        sources = sorted([*(CSRC / "launch").glob("*.cu"), *(CSRC / "simt" / "emulator").glob("*.cpp")])
-        sources.append(REPOSITORY / "tools" / "launch_survey.cpp")
+        folder.mkdir(parents=True, exist_ok=True)
         flags = ["-std=c++20", "-O0", "-w", "-DPAGED_OPS_EMULATED", "-fno-strict-aliasing", f"-I{CSRC}"]
-
-        def compile_one(source: Path) -> Path:
-            target = objects / f"{source.name}.o"
-            run(["g++", *flags, "-x", "c++", "-c", source, "-o", target])
-            return target
-
-        with ThreadPoolExecutor(2) as pool:
-            compiled = list(pool.map(compile_one, sources))
-        run(["g++", *compiled, "-pthread", "-ldl", "-o", program])
+        source = REPOSITORY / "tools" / "launch_survey.cpp"
+        run(["g++", *flags, source, emulated_archive(), "-pthread", "-ldl", "-o", program])
     return read_survey(run([program]).stdout.splitlines(), run(["nm", program]).stdout)
 
 

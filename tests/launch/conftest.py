@@ -1,8 +1,9 @@
-"""Programs compiled with the launch code once per session. The toolchain is the emulator tests' own."""
+"""Programs linked with the launch code. The toolchain is the emulator tests' own."""
 
 from __future__ import annotations
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "simt"))
+REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(REPOSITORY / "tests" / "simt"), str(REPOSITORY / "tools")]

@@ -7,7 +7,8 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from toolchain import CSRC, GXX, compile_objects, emulator_objects, link
+from emulated_archive import emulated_archive
+from toolchain import CSRC, GXX, compile_objects, link
 
 pytestmark = pytest.mark.skipif(GXX is None, reason="needs g++")
 
@@ -32,17 +33,14 @@ SHAPES = [(64, 64, 1), (40, 64, 8), (128, 80, 5), (256, 256, 3), (192, 136, 9), 
 
 
 @pytest.fixture(scope="session")
-def objects(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """All that the driver is linked from, by source."""
-    folder = tmp_path_factory.mktemp("launch")
-    sources = [*sorted((CSRC / "launch").glob("*.cu")), Path(__file__).with_name("launch_driver.cpp")]
-    compiled = dict(zip([s.name for s in sources], compile_objects(sources, folder, FLAGS), strict=True))
-    return compiled | {path.name: path for path in emulator_objects(folder / "emulator")}
+def driver_object(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    source = Path(__file__).with_name("launch_driver.cpp")
+    return compile_objects([source], tmp_path_factory.mktemp("launch"), FLAGS)[0]
 
 
 @pytest.fixture(scope="session")
-def driver(objects: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return link([*objects.values()], tmp_path_factory.mktemp("driver") / "driver")
+def driver(driver_object: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return link([driver_object, emulated_archive()], tmp_path_factory.mktemp("driver") / "driver")
 
 
 def run(driver: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
@@ -199,7 +197,7 @@ FAULTS = [
     ("file", "right", "wrong", "sources", "arguments"), FAULTS, ids=lambda x: str(x)[:30]
 )
 def test_planted_fault_is_seen(
-    objects: dict[str, Path],
+    driver_object: Path,
     tmp_path: Path,
     file: str,
     right: str,
@@ -213,5 +211,5 @@ def test_planted_fault_is_seen(
     assert text.count(right) == 1
     (include / "kernels" / file).write_text(text.replace(right, wrong))
     changed = compile_objects([include / "launch" / name for name in sources], tmp_path, FLAGS, include)
-    faulty = link([*(objects | dict(zip(sources, changed, strict=True))).values()], tmp_path / "driver")
+    faulty = link([driver_object, *changed, emulated_archive()], tmp_path / "driver")
     assert run(faulty, *arguments).returncode != 0
