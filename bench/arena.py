@@ -9,7 +9,7 @@ import numpy as np
 import torch
 
 import paged_ops
-from bench.workloads import Inputs, Shape
+from bench.workloads import Inputs, Shape, as_numbers
 
 # A prime, so that the noise is at another place in every block.
 _NOISE_LENGTH = 999_983
@@ -17,24 +17,18 @@ _NOISE_LENGTH = 999_983
 ALL = 1 << 30
 
 
-# What standard normal numbers are multiplied by before they become numbers of a quantised cache.
-_GAIN = {torch.int8: 30.0, torch.float8_e4m3fn: 100.0}
-
-
 class Arena:
     """Standard normal bfloat16 numbers; seen as float32 nearly the same, as float16 of size 1 to 3.
 
-    Or those of a quantised cache, which are standard normal when multiplied by `scale`.
+    Or of another dtype as `as_numbers` makes them.
     """
 
     def __init__(self, nbytes: int, seed: int = 0, dtype: torch.dtype = torch.bfloat16) -> None:
         pool = paged_ops.allocate_kv_pool(nbytes >> 12, 1, 1, 1, 2048 // dtype.itemsize, dtype=dtype)
         self.memory: Any = pool.tensor.view(-1)
         self.nbytes = int(self.memory.nbytes)
-        gain = _GAIN.get(dtype, 1.0)
-        self.scale = 1.0 / gain
-        noise = gain * torch.randn(_NOISE_LENGTH, generator=torch.Generator().manual_seed(seed))
-        noise = (noise.round().clamp(-127, 127) if dtype == torch.int8 else noise).to(dtype)
+        noise = torch.randn(_NOISE_LENGTH, generator=torch.Generator().manual_seed(seed))
+        noise = as_numbers(noise, dtype)
         for piece in self.memory.split(_NOISE_LENGTH):
             piece.copy_(noise[: len(piece)])
 
@@ -83,15 +77,6 @@ class Windows:
         return np.stack(columns, axis=1).reshape(-1), int(cache[0].numel() * cache.itemsize)
 
 
-def _scales(arena: Arena, pool: paged_ops.KVPool, shape: Shape) -> dict[str, Any]:
-    if not shape.quantised:
-        return {}
-    if shape.scales == "number":
-        return {"k_scale": arena.scale, "v_scale": arena.scale}
-    per_token = (pool.num_blocks, shape.block_size, shape.num_kv_heads)
-    return {name: torch.full(per_token, arena.scale) for name in ("k_scale", "v_scale")}
-
-
 def windows(arena: Arena, shape: Shape, order: str, most: int = ALL, seed: int = 0) -> Windows:
     """order: "in-order" tables ascend through one window; "random" ones are strewn over the whole arena.
 
@@ -115,6 +100,6 @@ def windows(arena: Arena, shape: Shape, order: str, most: int = ALL, seed: int =
         value_cache=pool.value(0),
         block_tables=tables[0],
         seq_lens=torch.full((shape.num_seqs,), shape.seq_len, dtype=torch.int32),
-        scales=_scales(arena, pool, shape),
+        scales=shape.scaling(pool.num_blocks, "cpu"),
     )
     return Windows(shape, [replace(first, block_tables=table.contiguous()) for table in tables])

@@ -11,34 +11,13 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from bench.gpu_decode import decode, latent
+from bench.gpu_part import Options, Part, copy_bandwidth, us
+
 ROOT = Path(__file__).parents[1]
-
-
-@dataclass(frozen=True)
-class Options:
-    backend: str  # "cuda" or "emulated"
-    quick: bool
-
-    @property
-    def device(self) -> str:
-        return "cuda" if self.backend == "cuda" else "cpu"
-
-
-@dataclass(frozen=True)
-class Part:
-    """A part, how long it may take, and on which backends it makes sense."""
-
-    run: Callable[[Options], dict[str, Any]]
-    limit_seconds: int
-    backends: tuple[str, ...] = ("cuda", "emulated")
-
-    @property
-    def name(self) -> str:
-        return self.run.__name__
 
 
 def _output(*command: str, limit_seconds: int = 60, **environment: str) -> str:
@@ -192,79 +171,15 @@ def sanitizer(options: Options) -> dict[str, Any]:
 # ---- how fast is it ------------------------------------------------------------------------------
 
 
-def _copy_bandwidth(options: Options) -> float:
-    """Bytes per second, read and written, of a large copy within the device: the limit for others."""
-    import torch
-
-    from bench.timing import time_interleaved
-
-    nbytes = (1 << 22) if options.quick else (4 << 30 if options.device == "cuda" else 256 << 20)
-    source = torch.zeros(nbytes, dtype=torch.uint8, device=options.device)
-    target = torch.empty_like(source)
-    timing = time_interleaved({"copy": lambda: target.copy_(source)}, device=options.device)["copy"]
-    return 2 * nbytes / timing.low
-
-
-def _decode_shapes(options: Options) -> list[Any]:
-    from bench.workloads import Shape
-
-    if options.quick:
-        return [Shape(2, 40, 2, 2, 64), Shape(1, 530, 1, 4, 128, dtype="float16")]
-    main = [Shape(64, 4096, 8, group, 128) for group in (1, 4, 8, 16)]
-    pages = [Shape(64, 4096, 8, 4, 128, block_size=size) for size in (1, 8, 32, 64, 256)]
-    dims = [Shape(64, 4096, 8, 4, dim) for dim in (64, 80, 256)]
-    batches = [Shape(n, 65536 // n * 4, 8, 4, 128) for n in (1, 4, 16, 256)]
-    dtypes = [Shape(64, 4096, 8, 4, 128, dtype=dtype) for dtype in ("float16", "float32")]
-    return main + pages + dims + batches + dtypes + [Shape(1, 262_144, 1, 8, 128)]
-
-
-def decode(options: Options) -> dict[str, Any]:
-    """Decode over shapes: verified against float64, then percent of the copy's bandwidth, beside SDPA."""
-    import torch
-
-    from bench.timing import time_interleaved
-
-    bandwidth = _copy_bandwidth(options)
-    rows = []
-    for shape in _decode_shapes(options):
-        inputs = shape.inputs(options.device)
-        out = torch.empty_like(inputs.query)
-        error = inputs.worst_error(inputs.decode(out=out), num_checked=1)
-        if not error < (1e-4 if shape.dtype == "float32" else 2e-2):
-            raise AssertionError(f"{shape}: wrong by {error} of the largest output")
-        key, value = inputs.contiguous_kv()
-        query = inputs.query[:, :, None]
-        candidates = {
-            "ours": lambda inputs=inputs, out=out: inputs.decode(out=out),
-            "sdpa": lambda q=query, k=key, v=value: torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, enable_gqa=True
-            ),
-        }
-        timings = time_interleaved(candidates, device=options.device, rounds=3 if options.quick else 7)
-        ours, sdpa = timings["ours"], timings["sdpa"]
-        rows.append(
-            {
-                "shape": str(shape),
-                "kv_mib": round(shape.kv_nbytes / 2**20, 2),
-                "us": round(ours.median * 1e6, 1),
-                "us_low_high": [round(ours.low * 1e6, 1), round(ours.high * 1e6, 1)],
-                "percent_of_copy": round(100 * shape.kv_nbytes / ours.median / bandwidth, 1),
-                "sdpa_us": round(sdpa.median * 1e6, 1),
-                "error": float(f"{error:.2g}"),
-            }
-        )
-    return {"copy_gb_per_s": round(bandwidth / 1e9, 1), "rows": rows}
-
-
 def other_ops(options: Options) -> dict[str, Any]:
-    """Write, block copy, gather and prefill: percent of the copy's bandwidth, or TFLOP/s."""
+    """Writes, block copy, gather and prefill: percent of the copy's bandwidth, or TFLOP/s."""
     import torch
 
     import paged_ops
     from bench.timing import time_interleaved
     from bench.workloads import Shape
 
-    bandwidth, device = _copy_bandwidth(options), options.device
+    bandwidth, device = copy_bandwidth(options), options.device
     shape = Shape(2, 48, 2, 2, 64) if options.quick else Shape(64, 4096, 8, 4, 128)
     inputs = shape.inputs(device)
     num_tokens = 32 if options.quick else 8192
@@ -281,8 +196,19 @@ def other_ops(options: Options) -> dict[str, Any]:
     query = query.to(inputs.query.dtype)
     cu_seqlens = torch.tensor([0, prefill_len], dtype=torch.int32, device=device)
     lens = torch.tensor([prefill_len], dtype=torch.int32, device=device)
+    eight_bits = [torch.zeros_like(cache, dtype=torch.float8_e4m3fn) for cache in caches]
+    positions = torch.arange(num_tokens, device=device)
+    angles = torch.randn(num_tokens, shape.head_dim, device=device)
+    rope = torch.cat([angles.cos()[:, ::2], angles.sin()[:, ::2]], dim=1)
+    query_rows = rows.repeat_interleave(shape.group, dim=1)
     candidates = {
         "write_kv_cache": lambda: paged_ops.write_kv_cache(rows, rows, *caches, slots),
+        "write_kv_cache to float8_e4m3fn": lambda: paged_ops.write_kv_cache(
+            rows, rows, *eight_bits, slots, k_scale=0.01, v_scale=0.01
+        ),
+        "rope_and_write_kv_cache": lambda: paged_ops.rope_and_write_kv_cache(
+            query_rows, rows, rows, *caches, slots, positions, rope, query_out=query_rows
+        ),
         "copy_blocks": lambda: paged_ops.copy_blocks(caches, pairs),
         "gather_kv_cache": lambda: paged_ops.gather_kv_cache(*caches, inputs.block_tables, inputs.seq_lens),
         "prefill": lambda: paged_ops.paged_attention(
@@ -292,6 +218,9 @@ def other_ops(options: Options) -> dict[str, Any]:
     timings = time_interleaved(candidates, device=device, rounds=3 if options.quick else 7)
     nbytes = {
         "write_kv_cache": 4 * rows.numel() * rows.element_size(),
+        "write_kv_cache to float8_e4m3fn": 2 * rows.numel() * (rows.element_size() + 1),
+        "rope_and_write_kv_cache": (4 * rows.numel() + 2 * query_rows.numel()) * rows.element_size()
+        + rope.numel() * rope.element_size(),
         "copy_blocks": 2 * len(pairs) * block_nbytes,
         "gather_kv_cache": 2 * shape.kv_nbytes,
     }
@@ -317,7 +246,7 @@ def other_ops(options: Options) -> dict[str, Any]:
     found["prefill"] = {
         "us": round(timings["prefill"].median * 1e6, 1),
         "tflop_per_s": round(half_flops / timings["prefill"].median / 1e12, 2),
-        "sdpa_us": _us(sdpa.median),
+        "sdpa_us": us(sdpa.median),
     }
     return found
 
@@ -373,7 +302,7 @@ def graph(options: Options) -> dict[str, Any]:
     inputs.seq_lens.fill_(shape.seq_len)
     candidates = {"direct": lambda: inputs.decode(out=out), "replay": captured.replay}
     timings = time_interleaved(candidates, device="cuda")
-    return {"replays_equal": equal, **{f"{name}_us": _us(t.median) for name, t in timings.items()}}
+    return {"replays_equal": equal, **{f"{name}_us": us(t.median) for name, t in timings.items()}}
 
 
 def invariance(options: Options) -> dict[str, Any]:
@@ -395,10 +324,6 @@ def invariance(options: Options) -> dict[str, Any]:
         if not torch.equal(alone.decode(), together[one]):
             raise AssertionError(f"sequence {seq} has other bits alone than in the batch")
     return {"sequences_equal": len(inputs.seq_lens)}
-
-
-def _us(seconds: float) -> float:
-    return round(seconds * 1e6, 1)
 
 
 def _mixed_batch(options: Options) -> Any:
@@ -427,7 +352,7 @@ def batches(options: Options) -> dict[str, Any]:
     from bench.timing import time_interleaved
     from bench.workloads import Shape
 
-    bandwidth = _copy_bandwidth(options)
+    bandwidth = copy_bandwidth(options)
     total, sizes = (256, (1, 2, 4)) if options.quick else (1 << 18, (1, 2, 4, 8, 16, 32, 64, 128, 256, 512))
     heads, dim = (1, 64) if options.quick else (8, 128)
     named: dict[str, Any] = {}
@@ -446,7 +371,7 @@ def batches(options: Options) -> dict[str, Any]:
         nbytes = int(inputs.seq_lens.sum()) * row_nbytes
         seconds = timings[name].median
         share = round(100 * nbytes / seconds / bandwidth, 1)
-        rows.append({"batch": name, "us": _us(seconds), "percent_of_copy": share})
+        rows.append({"batch": name, "us": us(seconds), "percent_of_copy": share})
     equal = [row["percent_of_copy"] for row in rows[:-1]]
     return {"worst_over_best": round(min(equal) / max(equal), 3), "rows": rows}
 
@@ -456,7 +381,7 @@ def grid(options: Options) -> dict[str, Any]:
     from bench.timing import time_interleaved
     from bench.workloads import Shape
 
-    bandwidth = _copy_bandwidth(options)
+    bandwidth = copy_bandwidth(options)
     pages, groups = ((1, 16), (1, 12)) if options.quick else ((1, 16, 64, 256), (1, 4, 8, 16))
     seqs, length, heads, dim = (2, 40, 1, 64) if options.quick else (32, 4096, 8, 128)
     rows = []
@@ -504,7 +429,7 @@ def peers(options: Options) -> dict[str, Any]:
             except Exception as error:  # a peer's trouble is a finding, not ours
                 row[name] = f"{type(error).__name__}: {error}"[:80].replace("|", "/").replace("\n", " ")
         timings = time_interleaved(candidates, device=options.device, rounds=3 if options.quick else 7)
-        row |= {name: _us(timing.median) for name, timing in timings.items()}
+        row |= {name: us(timing.median) for name, timing in timings.items()}
         rows.append({name: row[name] for name in ("shape", "ours", *PEERS)})
     return {"unit": "us", "rows": rows}
 
@@ -516,7 +441,8 @@ PARTS = (
     Part(sanitizer, 90, ("cuda",)),
     Part(graph, 30, ("cuda",)),
     Part(invariance, 40),
-    Part(decode, 90),
+    Part(decode, 110),
+    Part(latent, 30),
     Part(batches, 50),
     Part(other_ops, 40),
     Part(swap, 30, ("cuda",)),

@@ -23,7 +23,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from bench.gpu_parts import PARTS, ROOT, Options
+from bench.gpu_part import Options
+from bench.gpu_parts import PARTS, ROOT
 
 EXIT_NO_GPU = 3
 

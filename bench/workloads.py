@@ -10,6 +10,20 @@ import torch
 
 import paged_ops
 
+# What standard normal numbers are multiplied by before they become numbers of a quantised cache.
+_GAIN = {torch.int8: 30.0, torch.float8_e4m3fn: 100.0}
+
+
+def scale_of(dtype: torch.dtype) -> float:
+    """What makes numbers of `as_numbers` standard normal again."""
+    return 1.0 / _GAIN.get(dtype, 1.0)
+
+
+def as_numbers(noise: Any, dtype: torch.dtype) -> Any:
+    """Standard normal float32 numbers as a cache of `dtype` holds them."""
+    noise = noise / scale_of(dtype)
+    return (noise.round().clamp(-127, 127) if dtype == torch.int8 else noise).to(dtype)
+
 
 @dataclass(frozen=True)
 class Shape:
@@ -50,9 +64,18 @@ class Shape:
         itemsize = self.cache_dtype.itemsize
         return 2 * self.num_seqs * self.seq_len * self.num_kv_heads * self.head_dim * itemsize
 
+    def scaling(self, num_blocks: int, device: str) -> dict[str, Any]:
+        """The scales of a quantised cache, as the ops take them; none of another."""
+        if not self.quantised:
+            return {}
+        scale = scale_of(self.cache_dtype)
+        if self.scales == "number":
+            return {"k_scale": scale, "v_scale": scale}
+        per_token = (num_blocks, self.block_size, self.num_kv_heads)
+        return {name: torch.full(per_token, scale, device=device) for name in ("k_scale", "v_scale")}
+
     def inputs(self, device: str, seed: int = 0) -> Inputs:
         generator = torch.Generator(device).manual_seed(seed)
-        dtype = self.torch_dtype
         blocks_per_seq = -(-self.seq_len // self.block_size)
         num_blocks = self.num_seqs * blocks_per_seq
         pool = paged_ops.allocate_kv_pool(
@@ -61,13 +84,14 @@ class Shape:
             1,
             self.num_kv_heads,
             self.head_dim,
-            dtype=dtype,
+            dtype=self.cache_dtype,
             device=device,
             layout=self.layout,
         )
         # One cheap pass instead of a normal number per element: pools may be many gigabytes. Keys of
         # spread 1 and queries of spread 2 give logits a standard deviation of about 2.
-        noise = torch.randn(1 << 16, generator=generator, device=device, dtype=torch.float32).to(dtype)
+        noise = torch.randn(1 << 16, generator=generator, device=device, dtype=torch.float32)
+        noise = as_numbers(noise, self.cache_dtype)
         flat = pool.tensor.view(-1)
         for begin in range(0, len(flat), len(noise)):
             piece = flat[begin : begin + len(noise)]
@@ -77,11 +101,12 @@ class Shape:
             self.num_seqs, self.num_kv_heads * self.group, self.head_dim, generator=generator, device=device
         )
         return Inputs(
-            query=(2 * query).to(dtype),
+            query=(2 * query).to(self.torch_dtype),
             key_cache=pool.key(0),
             value_cache=pool.value(0),
             block_tables=order.view(self.num_seqs, blocks_per_seq),
             seq_lens=torch.full((self.num_seqs,), self.seq_len, dtype=torch.int32, device=device),
+            scales=self.scaling(num_blocks, device),
         )
 
 
@@ -105,12 +130,21 @@ class Inputs:
             **options,
         )
 
+    def _read(self, blocks: Any) -> tuple[Any, Any]:
+        """Blocks of both caches; what is quantised in float32, times its scales."""
+
+        def read(cache: Any, scale: Any) -> Any:
+            return cache[blocks] if scale is None else cache[blocks].float() * scale
+
+        scales = [self.scales.get(name) for name in ("k_scale", "v_scale")]
+        scales = [s[blocks][..., None] if isinstance(s, torch.Tensor) else s for s in scales]
+        return read(self.key_cache, scales[0]), read(self.value_cache, scales[1])
+
     def contiguous_kv(self) -> tuple[Any, Any]:
-        """K and V as [num_seqs, num_kv_heads, seq_len, head_dim], for peers without paging."""
+        """K and V as [num_seqs, num_kv_heads, seq_len, head_dim] like the query, for peers without paging."""
         seq_len = int(self.seq_lens[0])
-        rows = [
-            c[self.block_tables.long()].flatten(1, 2)[:, :seq_len] for c in (self.key_cache, self.value_cache)
-        ]
+        blocks = self._read(self.block_tables.long())
+        rows = [x.to(self.query.dtype).flatten(1, 2)[:, :seq_len] for x in blocks]
         return rows[0].transpose(1, 2).contiguous(), rows[1].transpose(1, 2).contiguous()
 
     def worst_error(self, out: Any, num_checked: int = 2) -> float:
@@ -127,8 +161,7 @@ class Inputs:
         renumbered = np.arange(len(used), dtype=np.int32).reshape(tables.shape)
         expected = reference.paged_attention_decode(
             host(self.query[:num_checked]),
-            host(self.key_cache[used]),
-            host(self.value_cache[used]),
+            *map(host, self._read(used)),
             renumbered,
             host(self.seq_lens[:num_checked]),
         )

@@ -21,13 +21,16 @@ def test_report_on_the_emulated_backend(tmp_path: Path) -> None:
     assert gpu_report.main(["--backend", "emulated", "--quick", "--out", str(tmp_path)]) == 0
     report = json.loads((tmp_path / "gpu-report.json").read_text())
     assert list(report) == [
-        "machine", "tests", "invariance", "decode", "batches", "other_ops", "peers", "grid"
+        "machine", "tests", "invariance", "decode", "latent", "batches", "other_ops", "peers", "grid"
     ]  # fmt: skip
     assert {name: part for name, part in report.items() if part["status"] != "ok"} == {}
     assert report["invariance"]["found"]["sequences_equal"] == 4
     assert 0 < report["batches"]["found"]["worst_over_best"] <= 1
     assert report["batches"]["found"]["rows"][-1]["batch"] == "mixed"
     assert len(report["grid"]["found"]["rows"]) == 6
+    (latent,) = report["latent"]["found"]["rows"]
+    assert latent["heads"] == 2 and latent["us"] > 0 and latent["error"] < 2e-2
+    assert "int8, scale per token" in report["decode"]["found"]["rows"][-1]["shape"]
     (peers,) = report["peers"]["found"]["rows"]
     assert peers["ours"] > 0 and peers["sdpa"] > 0 and peers["naive"] == peers["flex"] == "not installed"
     for row in report["decode"]["found"]["rows"]:
