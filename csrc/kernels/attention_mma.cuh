@@ -17,8 +17,7 @@
 // x + log2(s), and not of x. It is no more than a reference, so that all else is as ever.
 #pragma once
 #include "kernels/column_map.cuh"
-#include "kernels/mma_state.cuh"
-#include "kernels/sight.cuh"
+#include "kernels/mma_softmax.cuh"
 #include "kernels/tile_loader.cuh"
 #include "kernels/widen.cuh"
 
@@ -41,16 +40,23 @@ struct MmaShape<256, kColumnTiles> {
   static constexpr int kStages = 1, kMinCtas = kColumnTiles == 1 ? 3 : 2;
 };
 
+template <class Stored, int kDim, int kColumnTiles>
+using MmaTileState =
+    MmaState<kDim, kColumnTiles, is_quantised(dtype_of<Stored>::value) ? DimOrder::pairs : DimOrder::halves>;
+
 // T: f16 or bf16. Stored: as rows come to shared memory, T or numbers of 8 bits. kColumnTiles: tiles of 8
 // columns that share one pass over K and V.
 template <class T, class Stored, int kDim, int kColumnTiles>
-class MmaTile {
+class MmaTile : MmaSoftmax<T, MmaTileState<Stored, kDim, kColumnTiles>, kColumnTiles, kDim / 16> {
+  using Softmax = MmaSoftmax<T, MmaTileState<Stored, kDim, kColumnTiles>, kColumnTiles, kDim / 16>;
+  using Softmax::cell, Softmax::g_, Softmax::t_, Softmax::state_;
+
  public:
   using Element = T;
   using InShared = Stored;
   using Shape = MmaShape<kDim, kColumnTiles>;
   static constexpr bool kQuantised = is_quantised(dtype_of<Stored>::value);
-  using State = MmaState<kDim, kColumnTiles, kQuantised ? DimOrder::pairs : DimOrder::halves>;
+  using State = MmaTileState<Stored, kDim, kColumnTiles>;
   static constexpr int kHeadDim = kDim, kColumns = 8 * kColumnTiles, kWarps = 4;
   static constexpr int kStages = Shape::kStages * int(sizeof(T) / sizeof(Stored));
   // Of widened rows two tiles of columns need more registers than a third CTA leaves.
@@ -66,8 +72,7 @@ class MmaTile {
   // K's matrices are (rows 0-7 | 8-15) x (dims 0-7 | 8-15); V's the other way round, as its fragments are
   // transposed. (Of bytes: dims 0-15 | 16-31.)
   __device__ __forceinline__ MmaTile(int /*warp*/, int lane, unsigned char* scratch)
-      : g_(lane >> 2),
-        t_(lane & 3),
+      : Softmax(lane),
         key_at_(Slot::at(lane & 15, lane >> 4)),
         value_at_(Slot::at((lane & 7) + (lane >> 4) * 8, lane >> 3 & 1)),
         query_at_(ptx::smem_addr(scratch)) {}
@@ -143,9 +148,8 @@ class MmaTile {
   __device__ __forceinline__ void update_softmax(const Sight& sight, int first_token) {
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++) {
-      // Tokens g (first two) and g + 8, columns 2t and 2t + 1. Roundings are spelled out: a row's tile may be
-      // on the edge for one CTA and not for another, and the bits must agree.
-      const auto cell = [&](int e) { return Cell{g_ + (e >> 1) * 8, n * 8 + t_ * 2 + (e & 1)}; };
+      // Roundings are spelled out: a row's tile may be on the edge for one CTA and not for another, and the
+      // bits must agree.
       float x[4];
 #pragma unroll
       for (int e = 0; e < 4; e++) x[e] = score_[n][0][e] + score_[n][1][e];
@@ -153,19 +157,19 @@ class MmaTile {
 #pragma unroll
         for (int e = 0; e < 4; e++) x[e] = __fmul_rn(x[e], key_scale_[e >> 1]);
       }
-      sight.logits(x, first_token, cell);
+      sight.logits(x, first_token, [&](int e) { return cell(n, e); });
       float weight_scale[4];  // of what is not seen, it may be anything
       if constexpr (kQuantised) {
 #pragma unroll
         for (int e = 0; e < 4; e++) weight_scale[e] = value_scale_[e >> 1];
       }
       if constexpr (kEdge) {
-        const int2 seen = sight.two_seen(n * 8 + t_ * 2, first_token);
+        const int2 seen = sight.two_seen(cell(n, 0).column, first_token);
 #pragma unroll
         for (int e = 0; e < 4; e++)
-          if (!sight.sees(e & 1 ? seen.y : seen.x, cell(e).row)) x[e] = -INFINITY, weight_scale[e] = 0.f;
+          if (!sight.sees(e & 1 ? seen.y : seen.x, cell(n, e).row)) x[e] = -INFINITY, weight_scale[e] = 0.f;
       }
-      float maximum[2], rescale[2];
+      float maximum[2];
       if constexpr (kQuantised) {
 #pragma unroll
         for (int j = 0; j < 2; j++)
@@ -175,84 +179,25 @@ class MmaTile {
         maximum[0] = fmaxf(x[0], x[2]);
         maximum[1] = fmaxf(x[1], x[3]);
       }
+      this->weigh(n, x, maximum, [&](float (&x)[4]) {
+        if constexpr (kQuantised) {
 #pragma unroll
-      for (int o = 4; o < kWarpSize; o <<= 1) {
-        maximum[0] = fmaxf(maximum[0], __shfl_xor_sync(kAllLanes, maximum[0], o));
-        maximum[1] = fmaxf(maximum[1], __shfl_xor_sync(kAllLanes, maximum[1], o));
-      }
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const float new_maximum = fmaxf(state_.m[n][j], maximum[j]);
-        const float base = exponent_base(new_maximum);
-        rescale[j] = ptx::ex2(state_.m[n][j] - base);
-        state_.m[n][j] = new_maximum;
-        x[j] = ptx::ex2(x[j] - base);
-        x[j + 2] = ptx::ex2(x[j + 2] - base);
-        state_.l[n][j] = fmaf(state_.l[n][j], rescale[j], x[j] + x[j + 2]);
-      }
-      if constexpr (kQuantised) {
-#pragma unroll
-        for (int e = 0; e < 4; e++) x[e] = __fmul_rn(x[e], weight_scale[e]);
-      }
-      probability_[n][0] = ptx::movmatrix_trans(ptx::pack2<T>(x[0], x[1]));
-      probability_[n][1] = ptx::movmatrix_trans(ptx::pack2<T>(x[2], x[3]));
-      // Once the maximum has settled nothing is rescaled (times 1 is exact: the same bits either way).
-      if (__any_sync(kAllLanes, rescale[0] != 1.f || rescale[1] != 1.f)) {
-#pragma unroll
-        for (int d = 0; d < kDim / 16; d++) {
-          state_.out[n][d][0] *= rescale[0];
-          state_.out[n][d][1] *= rescale[1];
-          state_.out[n][d][2] *= rescale[0];
-          state_.out[n][d][3] *= rescale[1];
+          for (int e = 0; e < 4; e++) x[e] = __fmul_rn(x[e], weight_scale[e]);
         }
-      }
+      });
     }
   }
 
-  // O^T += V^T P^T.
+  // O^T += V^T P^T; in the latter form for a tile with tokens that some columns see and others do not. A
+  // probability of 0 hides what is finite.
   __device__ __forceinline__ void accumulate(SharedSlot values) {
-#pragma unroll
-    for (int d = 0; d < kDim / 16; d++) {
-      uint32_t dims[4];
-      load_values(values, d, dims);
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; n++) ptx::mma_m16n8k16<T>(state_.out[n][d], dims, probability_[n]);
-    }
+    this->add_values([&](int d, uint32_t (&dims)[4]) { load_values(values, d, dims); });
   }
-
-  // The same for a tile with tokens that some columns see and others do not. A probability of 0 hides what
-  // is finite, but 0 times an infinity or NaN is NaN: where there is one, neighbouring columns that see the
-  // same are done together, with the rows that they do not see as zeros, and the other columns' results are
-  // dropped.
   template <class Sight>
   __device__ __forceinline__ void accumulate_edge(SharedSlot values, const Sight& sight, int first_token) {
     if (all_finite(values)) return accumulate(values);
-    for (int first = 0, end = 0; first < kColumns; first = end) {
-      const int seen = sight.seen(first, first_token);
-      while (end < kColumns && sight.seen(end, first_token) == seen) end++;
-      const auto keep = [&](int row) {
-        return (sight.sees(seen, row) ? 0x0000ffffu : 0u) | (sight.sees(seen, row + 1) ? 0xffff0000u : 0u);
-      };
-      const uint32_t keep_low = keep(2 * t_), keep_high = keep(8 + 2 * t_);
-#pragma unroll
-      for (int d = 0; d < kDim / 16; d++) {
-        uint32_t dims[4];
-        load_values(values, d, dims);
-        dims[0] &= keep_low;
-        dims[1] &= keep_low;
-        dims[2] &= keep_high;
-        dims[3] &= keep_high;
-#pragma unroll
-        for (int n = 0; n < kColumnTiles; n++) {
-          float sum[4] = {state_.out[n][d][0], state_.out[n][d][1], state_.out[n][d][2], state_.out[n][d][3]};
-          ptx::mma_m16n8k16<T>(sum, dims, probability_[n]);
-#pragma unroll
-          for (int e = 0; e < 4; e++)
-            if (unsigned(n * 8 + t_ * 2 + (e & 1) - first) < unsigned(end - first))
-              state_.out[n][d][e] = sum[e];
-        }
-      }
-    }
+    this->add_seen_values(sight, first_token,
+                          [&](int d, uint32_t (&dims)[4]) { load_values(values, d, dims); });
   }
 
   // What the keys since reset() gave.
@@ -321,15 +266,12 @@ class MmaTile {
     return __all_sync(kAllLanes, finite);
   }
 
-  int g_, t_;  // row (or column) and pair that this lane has of a matrix
   unsigned key_at_, value_at_;
   ptx::smem_t query_at_;
   uint32_t bytes_[4];
   float key_scale_[2], value_scale_[2], value_scale_log2_[2];
   uint32_t query_[kQueryInRegisters ? kDim / 16 : 1][kColumnTiles][2];
-  State state_;
   float score_[kColumnTiles][2][4];
-  uint32_t probability_[kColumnTiles][2];
 };
 
 }  // namespace paged_ops::kernels

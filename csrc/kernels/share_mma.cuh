@@ -6,8 +6,7 @@
 // probabilities for its own dims of O.
 #pragma once
 #include "kernels/column_map.cuh"
-#include "kernels/mma_state.cuh"
-#include "kernels/sight.cuh"
+#include "kernels/mma_softmax.cuh"
 #include "kernels/tile_loader.cuh"
 #include "kernels/widen.cuh"
 
@@ -15,10 +14,48 @@ namespace paged_ops::kernels {
 
 constexpr int kShares = 4, kShareDims = 64;
 
+// What a warp knows of its columns: of its own dims, the sums of values.
+template <int kDim, int kColumnTiles>
+class MmaShareState : public MmaState<kDim / kShares, kColumnTiles> {
+ public:
+  // Calls f(column) for each column of the lane and, where that gives a row, writes the dims below
+  // `head_dim` to it. share: of the dims.
+  template <class F>
+  __device__ __forceinline__ void write(int share, int lane, int head_dim, F row_of) const {
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) {
+        float* const row = row_of(n * 8 + (lane & 3) * 2 + j);
+        if (row == nullptr) continue;
+#pragma unroll
+        for (int d = 0; d < kDim / kShareDims; d++)
+#pragma unroll
+          for (int e = j; e < 4; e += 2) {
+            const int dim = d * kShareDims + share * 16 + (e >> 1) * 8 + (lane >> 2);
+            if (dim < head_dim) row[dim] = this->out[n][d][e];
+          }
+      }
+  }
+  // Calls f(column, (m, l)) once for each column of the warp.
+  template <class F>
+  __device__ __forceinline__ void for_each_weight(int lane, F f) const {
+    if (lane >> 2 != 0) return;
+#pragma unroll
+    for (int n = 0; n < kColumnTiles; n++)
+#pragma unroll
+      for (int j = 0; j < 2; j++) f(n * 8 + (lane & 3) * 2 + j, make_float2(this->m[n][j], this->l[n][j]));
+  }
+};
+
 // T: f16 or bf16. kColumnTiles: tiles of 8 columns, 1 or 2, that share one pass over K and V.
 template <class T, int kDim, int kColumnTiles>
-class MmaShare {
+class MmaShare : MmaSoftmax<T, MmaShareState<kDim, kColumnTiles>, kColumnTiles, kDim / kShareDims> {
+  using Softmax = MmaSoftmax<T, MmaShareState<kDim, kColumnTiles>, kColumnTiles, kDim / kShareDims>;
+  using Softmax::cell, Softmax::state_;
+
  public:
+  using State = MmaShareState<kDim, kColumnTiles>;
   using Element = T;
   using InShared = T;
   static constexpr int kHeadDim = kDim, kColumns = 8 * kColumnTiles;
@@ -28,42 +65,8 @@ class MmaShare {
   static constexpr int kQueryNbytes = kColumns * kDim * int(sizeof(T));
   static constexpr int kScratchNbytes = kQueryNbytes + kShares * kPartNbytes;
 
-  // What a warp knows of its columns: of its own dims, the sums of values.
-  class State : public MmaState<kDim / kShares, kColumnTiles> {
-   public:
-    // Calls f(column) for each column of the lane and, where that gives a row, writes the dims below
-    // `head_dim` to it. share: of the dims.
-    template <class F>
-    __device__ __forceinline__ void write(int share, int lane, int head_dim, F row_of) const {
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) {
-          float* const row = row_of(n * 8 + (lane & 3) * 2 + j);
-          if (row == nullptr) continue;
-#pragma unroll
-          for (int d = 0; d < kSteps; d++)
-#pragma unroll
-            for (int e = j; e < 4; e += 2) {
-              const int dim = d * kShareDims + share * 16 + (e >> 1) * 8 + (lane >> 2);
-              if (dim < head_dim) row[dim] = this->out[n][d][e];
-            }
-        }
-    }
-    // Calls f(column, (m, l)) once for each column of the warp.
-    template <class F>
-    __device__ __forceinline__ void for_each_weight(int lane, F f) const {
-      if (lane >> 2 != 0) return;
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; n++)
-#pragma unroll
-        for (int j = 0; j < 2; j++) f(n * 8 + (lane & 3) * 2 + j, make_float2(this->m[n][j], this->l[n][j]));
-    }
-  };
-
   __device__ __forceinline__ MmaShare(int warp, int lane, unsigned char* scratch)
-      : g_(lane >> 2),
-        t_(lane & 3),
+      : Softmax(lane),
         key_at_(Slot::at(lane & 15, 2 * warp + (lane >> 4))),
         value_at_(Slot::at((lane & 7) + (lane >> 4) * 8, 2 * warp + (lane >> 3 & 1))),
         query_at_(ptx::smem_addr(scratch) +
@@ -132,86 +135,28 @@ class MmaShare {
   __device__ __forceinline__ void update_softmax(const Sight& sight, int first_token) {
 #pragma unroll
     for (int n = 0; n < kColumnTiles; n++) {
-      // Tokens g (first two) and g + 8, columns 2t and 2t + 1.
-      const auto cell = [&](int e) { return Cell{g_ + (e >> 1) * 8, n * 8 + t_ * 2 + (e & 1)}; };
       float (&x)[4] = score_[n];
-      sight.logits(x, first_token, cell);
+      sight.logits(x, first_token, [&](int e) { return cell(n, e); });
       if constexpr (kEdge) {
-        const int2 seen = sight.two_seen(n * 8 + t_ * 2, first_token);
+        const int2 seen = sight.two_seen(cell(n, 0).column, first_token);
 #pragma unroll
         for (int e = 0; e < 4; e++)
-          if (!sight.sees(e & 1 ? seen.y : seen.x, cell(e).row)) x[e] = -INFINITY;
+          if (!sight.sees(e & 1 ? seen.y : seen.x, cell(n, e).row)) x[e] = -INFINITY;
       }
-      float maximum[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])}, rescale[2];
-#pragma unroll
-      for (int o = 4; o < kWarpSize; o <<= 1) {
-        maximum[0] = fmaxf(maximum[0], __shfl_xor_sync(kAllLanes, maximum[0], o));
-        maximum[1] = fmaxf(maximum[1], __shfl_xor_sync(kAllLanes, maximum[1], o));
-      }
-#pragma unroll
-      for (int j = 0; j < 2; j++) {
-        const float new_maximum = fmaxf(state_.m[n][j], maximum[j]);
-        const float base = exponent_base(new_maximum);
-        rescale[j] = ptx::ex2(state_.m[n][j] - base);
-        state_.m[n][j] = new_maximum;
-        x[j] = ptx::ex2(x[j] - base);
-        x[j + 2] = ptx::ex2(x[j + 2] - base);
-        state_.l[n][j] = fmaf(state_.l[n][j], rescale[j], x[j] + x[j + 2]);
-      }
-      probability_[n][0] = ptx::movmatrix_trans(ptx::pack2<T>(x[0], x[1]));
-      probability_[n][1] = ptx::movmatrix_trans(ptx::pack2<T>(x[2], x[3]));
-      // Once the maximum has settled nothing is rescaled (times 1 is exact: the same bits either way).
-      if (__any_sync(kAllLanes, rescale[0] != 1.f || rescale[1] != 1.f)) {
-#pragma unroll
-        for (int d = 0; d < kSteps; d++)
-#pragma unroll
-          for (int e = 0; e < 4; e++) state_.out[n][d][e] *= rescale[e & 1];
-      }
+      float maximum[2] = {fmaxf(x[0], x[2]), fmaxf(x[1], x[3])};
+      this->weigh(n, x, maximum, [](float (&)[4]) {});
     }
   }
 
-  // O^T += V^T P^T.
+  // O^T += V^T P^T; in the latter form for a tile with tokens that some columns see and others do not.
   __device__ __forceinline__ void accumulate(SharedSlot values) {
-#pragma unroll
-    for (int d = 0; d < kSteps; d++) {
-      uint32_t dims[4];
-      ptx::ldmatrix_x4_trans(dims, values.at + value_at_ + d * kStepNbytes);
-#pragma unroll
-      for (int n = 0; n < kColumnTiles; n++) ptx::mma_m16n8k16<T>(state_.out[n][d], dims, probability_[n]);
-    }
+    this->add_values([&](int d, uint32_t (&dims)[4]) { load_values(values, d, dims); });
   }
-
-  // The same for a tile with tokens that some columns see and others do not: see attention_mma.cuh.
   template <class Sight>
   __device__ __forceinline__ void accumulate_edge(SharedSlot values, const Sight& sight, int first_token) {
     if (all_finite(values)) return accumulate(values);
-#pragma unroll 1  // seldom run: registers count, time does not
-    for (int first = 0, end = 0; first < kColumns; first = end) {
-      const int seen = sight.seen(first, first_token);
-      while (end < kColumns && sight.seen(end, first_token) == seen) end++;
-      const auto keep = [&](int row) {
-        return (sight.sees(seen, row) ? 0x0000ffffu : 0u) | (sight.sees(seen, row + 1) ? 0xffff0000u : 0u);
-      };
-      const uint32_t keep_low = keep(2 * t_), keep_high = keep(8 + 2 * t_);
-#pragma unroll
-      for (int d = 0; d < kSteps; d++) {
-        uint32_t dims[4];
-        ptx::ldmatrix_x4_trans(dims, values.at + value_at_ + d * kStepNbytes);
-        dims[0] &= keep_low;
-        dims[1] &= keep_low;
-        dims[2] &= keep_high;
-        dims[3] &= keep_high;
-#pragma unroll
-        for (int n = 0; n < kColumnTiles; n++) {
-          float sum[4] = {state_.out[n][d][0], state_.out[n][d][1], state_.out[n][d][2], state_.out[n][d][3]};
-          ptx::mma_m16n8k16<T>(sum, dims, probability_[n]);
-#pragma unroll
-          for (int e = 0; e < 4; e++)
-            if (unsigned(n * 8 + t_ * 2 + (e & 1) - first) < unsigned(end - first))
-              state_.out[n][d][e] = sum[e];
-        }
-      }
-    }
+    this->add_seen_values(sight, first_token,
+                          [&](int d, uint32_t (&dims)[4]) { load_values(values, d, dims); });
   }
 
   // What the keys since reset() gave.
@@ -225,6 +170,10 @@ class MmaShare {
   static constexpr int kStepNbytes = kShareDims * int(sizeof(T));
   static_assert(kDim % kShareDims == 0 && kStepNbytes % 128 == 0 && kColumnTiles <= 2);
 
+  __device__ __forceinline__ void load_values(SharedSlot values, int d, uint32_t (&dims)[4]) const {
+    ptx::ldmatrix_x4_trans(dims, values.at + value_at_ + d * kStepNbytes);
+  }
+
   // Of the warp's own dims.
   __device__ __forceinline__ bool all_finite(SharedSlot values) const {
     bool finite = true;
@@ -236,14 +185,11 @@ class MmaShare {
     return __all_sync(kAllLanes, finite);
   }
 
-  int g_, t_;  // row (or column) and pair that this lane has of a matrix
   unsigned key_at_, value_at_;
   ptx::smem_t query_at_;
   float4* parts_;  // [kShares, kColumnTiles, kWarpSize], the lane's own
   int warp_;
-  State state_;
   float score_[kColumnTiles][4];
-  uint32_t probability_[kColumnTiles][2];
 };
 
 }  // namespace paged_ops::kernels

@@ -162,7 +162,7 @@ FAULTS = [
         ("poison", "float16", "window"),
     ),
     (  # columns that see the same and have others between them are added up twice
-        "attention_mma.cuh",
+        "mma_softmax.cuh",
         "unsigned(n * 8 + t_ * 2 + (e & 1) - first) < unsigned(end - first)",
         "sight.seen(n * 8 + t_ * 2 + (e & 1), first_token) == seen",
         ["attention_f16.cu"],
