@@ -12,7 +12,7 @@ import run_under_asan
 from toolchain import GXX, compile_objects, emulator_objects, link
 
 pytestmark = [
-    pytest.mark.xdist_group("sanitizers"),
+    pytest.mark.xdist_group("address"),
     pytest.mark.skipif(GXX is None, reason="needs g++"),
 ]
 
@@ -23,7 +23,7 @@ FLAGS = [f"-fsanitize={run_under_asan.SANITIZERS}", "-fno-omit-frame-pointer"]
 def test_group_stays_on_one_worker(request: pytest.FixtureRequest) -> None:
     """Else every worker would build each program of this folder anew."""
     if getattr(request.config.option, "loadgroup", False):
-        assert request.node.nodeid.endswith("@sanitizers"), "pytest-xdist does not honour xdist_group"
+        assert request.node.nodeid.endswith("@address"), "pytest-xdist does not honour xdist_group"
 
 
 BUGS = {

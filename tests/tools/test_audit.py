@@ -199,7 +199,11 @@ def test_bad_arguments_are_refused() -> None:
 
 @pytest.mark.skipif(audit.find_tool("nvcc") is None, reason="needs nvcc")
 def test_the_kernels_keep_every_claim() -> None:
-    rows = audit.audit(["sm_80", "sm_90"], REPOSITORY / "build" / "audit")
+    folder = REPOSITORY / "build" / "audit"
+    rows = audit.audit(["sm_90"], folder)
+    # Kernels that differ in their types alone are left to `make audit`, which takes minutes.
+    for files in ("[!a]*.cu", "attention.cu", "attention_f16.cu", "attention_f32.cu", "attention_wide.cu"):
+        rows += audit.audit(["sm_80"], folder, files)
     assert len(rows) > 20
     assert [f"{row.kernel} on {row.arch}: {failure}" for row in rows for failure in row.failures] == []
     assert audit.unused_claims(rows) == []
