@@ -183,10 +183,9 @@ class ChunkScales {
 
   // Of the tokens [begin, end) of a chunk.
   void take(const PageWalk& walk, int64_t head, int begin, int end) {
-    const Vec power = broadcast(power_), least = broadcast(kLeast);
     if (key_varies()) {
       const int num_tokens = read(walk, kv_.key_scale, head, begin, end, key_);
-      for (int t = 0; t < num_tokens; t += kLanes) store(key_ + t, mul(load(key_ + t), power));
+      for (int t = 0; t < num_tokens; t += kLanes) store(key_ + t, with_default_nan(load(key_ + t)));
     }
     if (!value_varies()) return;
     const int num_tokens = read(walk, kv_.value_scale, head, begin, end, value_);
@@ -196,11 +195,9 @@ class ChunkScales {
       Vec inverse[2];
       for (int i = 0; i < 2; i++) {
         const int at = t + i * kLanes;
-        // A NaN of any bits would not survive round_words(), and 0 has no inverse.
-        const Vec x = mul(max(least, load(value_ + at)), power);
-        const __mmask16 nan = _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q);
-        store(value_ + at, _mm512_mask_mov_ps(x, nan, broadcast(__builtin_nanf(""))));
-        inverse[i] = _mm512_maskz_div_ps(__mmask16(~nan), broadcast(1.0f), x);
+        const Vec x = max(broadcast(kLeast), load(value_ + at));  // 0 has no inverse
+        store(value_ + at, with_default_nan(x));
+        inverse[i] = _mm512_maskz_div_ps(_mm512_cmp_ps_mask(x, x, _CMP_ORD_Q), broadcast(1.0f), x);
       }
       store(inverse_ + t, _mm512_permutex2var_ps(inverse[0], even, inverse[1]));
       store(inverse_ + t + kLanes, _mm512_permutex2var_ps(inverse[0], odd, inverse[1]));
@@ -221,13 +218,12 @@ class ChunkScales {
 
   // What all scores of a head lack.
   float key_factor(int64_t head) const {
-    return key_varies() ? 1.0f : *scale_of(kv_.key_scale, head) * power_;
+    return (key_varies() ? 1.0f : *scale_of(kv_.key_scale, head)) * power_;
   }
   // One over what all values of a head lack.
   float value_inverse(int64_t head) const {
-    if (value_varies()) return 1.0f;
-    const float scale = *scale_of(kv_.value_scale, head);
-    return 1.0f / ((scale < kLeast ? kLeast : scale) * power_);
+    const float scale = value_varies() ? 1.0f : *scale_of(kv_.value_scale, head);
+    return 1.0f / (scale < kLeast ? kLeast : scale) / power_;
   }
 
  private:

@@ -175,6 +175,11 @@ inline __m512i round_words(Vec x) {
   return _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
 }
 
+// Slopes and scales may be NaN of any bits; what round_words() expects is the default one.
+inline Vec with_default_nan(Vec x) {
+  return _mm512_mask_mov_ps(x, _mm512_cmp_ps_mask(x, x, _CMP_UNORD_Q), broadcast(__builtin_nanf("")));
+}
+
 // What the sums of a block's weights are made of: rounded, of each row in kLanes parts by token pair, and
 // exact, by column.
 struct alignas(64) WeightSums {
@@ -307,9 +312,7 @@ __attribute__((noinline)) void apply_rule(const LogitRule& rule, const Rows& row
       const __m512i place = _mm512_permutexvar_epi32(tokens, _mm512_loadu_si512(places + t));
       const Vec distance = _mm512_cvtepi32_ps(_mm512_sub_epi32(place, query_place));
       const Vec logits = rule.apply(load(x + t * kColumns), slope, distance);
-      // A slope may be a NaN of any bits; what round_words() expects is the default one.
-      const __mmask16 nan = _mm512_cmp_ps_mask(logits, logits, _CMP_UNORD_Q);
-      store(x + t * kColumns, _mm512_mask_mov_ps(logits, nan, broadcast(__builtin_nanf(""))));
+      store(x + t * kColumns, with_default_nan(logits));
     }
   }
 }

@@ -116,6 +116,27 @@ def test_bits_do_not_depend_on_the_batch_or_the_blocks(ops: HostOps, cache_dtype
         require_same_bits("lse", alone[1], lse)
 
 
+@pytest.mark.parametrize("form", ["number", "head", "token"])
+@pytest.mark.parametrize("scale", [1e33, 1e-28])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("cache_dtype", arrays.EIGHT_BITS)
+def test_value_scales_of_any_size(
+    ops: HostOps, cache_dtype: str, dtype: str, scale: float, form: str
+) -> None:
+    """Equal logits give the mean of two values, large or small."""
+    keys = np.zeros((1, 4, 2, 64), arrays.CACHE_DTYPES[cache_dtype])
+    values = np.zeros_like(keys)
+    values[:, 0], values[:, 1] = 1, 2
+    shape = {"number": None, "head": 2, "token": (1, 4, 2)}[form]
+    scales = {"k_scale": 1.0, "v_scale": scale} if shape is None else {
+        "k_scale": np.ones(shape, F32), "v_scale": np.full(shape, scale, F32)
+    }  # fmt: skip
+    query = np.zeros((1, 4, 64), arrays.DTYPES[dtype])
+    tables, lens = np.zeros((1, 1), np.int32), np.full(1, 2, np.int32)
+    out = ops.paged_attention_decode(query, keys, values, tables, lens, **scales)
+    np.testing.assert_allclose(out.astype(F32), F32(1.5 * scale), rtol=0.01)
+
+
 @pytest.mark.parametrize("cache_dtype", arrays.EIGHT_BITS)
 def test_scales_of_unused_tokens_do_not_show(ops: HostOps, cache_dtype: str) -> None:
     """Those past a sequence's end, and of tokens that only later rows see."""
@@ -123,11 +144,16 @@ def test_scales_of_unused_tokens_do_not_show(ops: HostOps, cache_dtype: str) -> 
     inputs = build(case)
     assert np.isnan(inputs.k_scale).any()  # of what was never written
     out, _ = inputs.attention(ops)
-    for scale in (inputs.k_scale, inputs.v_scale):
-        scale[inputs.block_tables[0, 66 // 16], 66 % 16] = np.nan
-    changed, _ = inputs.attention(ops)
-    require_same_bits("out", out[:5], changed[:5])
-    assert np.isnan(changed[5:]).all()
+    for scale, bits in itertools.product(
+        (inputs.k_scale, inputs.v_scale), (0x7FC00000, 0x7FFFFFFF, 0xFFFFFFFF)
+    ):
+        place = inputs.block_tables[0, 66 // 16], 66 % 16
+        before = scale[place].copy()
+        scale[place] = np.array(bits, np.uint32).view(F32)
+        changed, _ = inputs.attention(ops)
+        require_same_bits("out", out[:5], changed[:5])
+        assert np.isnan(changed[5:]).all()
+        scale[place] = before
 
 
 @pytest.mark.parametrize("scales", ["number", "head", "token"])
