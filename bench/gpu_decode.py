@@ -57,10 +57,10 @@ def decode(options: Options) -> dict[str, Any]:
             {
                 "shape": str(shape),
                 "kv_mib": round(shape.kv_nbytes / 2**20, 2),
-                "us": round(ours.median * 1e6, 1),
-                "us_low_high": [round(ours.low * 1e6, 1), round(ours.high * 1e6, 1)],
+                "us": us(ours.median),
+                "us_low_high": [us(ours.low), us(ours.high)],
                 "percent_of_copy": round(100 * shape.kv_nbytes / ours.median / bandwidth, 1),
-                "sdpa_us": round(sdpa.median * 1e6, 1),
+                "sdpa_us": us(sdpa.median),
                 "error": float(f"{error:.2g}"),
             }
         )

@@ -226,7 +226,7 @@ def other_ops(options: Options) -> dict[str, Any]:
     }
     found: dict[str, Any] = {
         name: {
-            "us": round(timings[name].median * 1e6, 1),
+            "us": us(timings[name].median),
             "percent_of_copy": round(100 * count / timings[name].median / bandwidth, 1),
         }
         for name, count in nbytes.items()
@@ -244,7 +244,7 @@ def other_ops(options: Options) -> dict[str, Any]:
     )["sdpa"]
     half_flops = 2 * prefill_len**2 * query.shape[1] * shape.head_dim  # causal: half of 4 * n^2 * h * d
     found["prefill"] = {
-        "us": round(timings["prefill"].median * 1e6, 1),
+        "us": us(timings["prefill"].median),
         "tflop_per_s": round(half_flops / timings["prefill"].median / 1e12, 2),
         "sdpa_us": us(sdpa.median),
     }

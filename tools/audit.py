@@ -420,8 +420,8 @@ def model(rows: Sequence[Row]) -> str:
     return "\n\n".join(roofline.table(lines) for lines in tables if len(lines) > 1)
 
 
-def audit(archs: Sequence[str], build_dir: Path, files: str = "*.cu") -> list[Row]:
-    """The kernels of csrc/launch, or of such files of it, each on all chips."""
+def audit(archs: Sequence[str], build_dir: Path, files: str = "") -> list[Row]:
+    """The kernels of the files of csrc/launch whose names `files` matches, each on all chips."""
     nvcc = find_tool("nvcc")
     if nvcc is None:
         raise SystemExit("audit: needs nvcc on PATH, in CUDA_HOME or from the wheel nvidia-cuda-nvcc")
@@ -429,7 +429,7 @@ def audit(archs: Sequence[str], build_dir: Path, files: str = "*.cu") -> list[Ro
     for old in build_dir.glob("[0-9a-f]" * 16):  # of sources as they were
         if old != folder:
             shutil.rmtree(old)
-    sources = sorted((CSRC / "launch").glob(files))
+    sources = [path for path in sorted((CSRC / "launch").glob("*.cu")) if re.match(files, path.name)]
     with ThreadPoolExecutor(2) as pool:
         survey = pool.submit(survey_launches, folder)
         jobs = [pool.submit(compile_kernels, nvcc, s, arch, folder) for arch in archs for s in sources]
