@@ -31,7 +31,7 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from paged_ops.reference_numbers import dequantise, quantise, scale_of
+from paged_ops.reference_numbers import dequantise, in_groups, quantise, scale_of
 
 F64 = NDArray[np.float64]
 
@@ -302,16 +302,17 @@ def write_kv_cache(
     key, value, slot_mapping = np.asarray(key), np.asarray(value), np.asarray(slot_mapping)
     num_blocks, block_size = key_cache.shape[:2]
     _require_below("slot_mapping", slot_mapping, num_blocks * block_size)
-    for token, slot in enumerate(slot_mapping):
-        if slot >= 0:
-            place = slot // block_size, slot % block_size
-            for cache, row, scale in ((key_cache, key[token], k_scale), (value_cache, value[token], v_scale)):
-                if scale is not None and np.ndim(scale) >= 3:
-                    scale[place] = scale_of(row.reshape(*scale.shape[2:], -1), cache.dtype)
-                    row = quantise(row, scale[place], cache.dtype)
-                elif scale is not None:
-                    row = quantise(row, np.broadcast_to(scale, row.shape[:1]), cache.dtype)
-                cache[place] = row.reshape(cache.shape[2:])
+    kept = slot_mapping >= 0
+    places = np.divmod(slot_mapping[kept], block_size)
+    for cache, rows, scale in ((key_cache, key, k_scale), (value_cache, value, v_scale)):
+        rows = rows[: len(kept)][kept]
+        if scale is not None and np.ndim(scale) >= 3:
+            groups = in_groups(rows, scale.shape[3]) if scale.ndim == 4 else rows
+            scale[places] = scale_of(groups, cache.dtype)
+            rows = quantise(rows, scale[places], cache.dtype)
+        elif scale is not None:
+            rows = quantise(rows, np.broadcast_to(scale, rows.shape[:2]), cache.dtype)
+        cache[places] = rows.reshape(len(rows), *cache.shape[2:])
 
 
 def copy_blocks(caches: NDArray[Any] | Sequence[NDArray[Any]], block_pairs: ArrayLike) -> None:

@@ -24,7 +24,7 @@ def dequantise(cache: ArrayLike, scale: ArrayLike | None) -> NDArray[Any]:
         return cache
     if cache.dtype == np.uint8:
         numbers = unpack_int4(cache).astype(np.float64)
-        groups = numbers.reshape(*np.shape(scale), -1) * np.asarray(scale, np.float64)[..., None]
+        groups = in_groups(numbers, np.shape(scale)[-1]) * np.asarray(scale, np.float64)[..., None]
         return groups.reshape(numbers.shape)
     return cache.astype(np.float64) * np.asarray(scale, np.float64)[..., None]
 
@@ -36,10 +36,7 @@ def quantise(rows: NDArray[Any], scale: NDArray[Any], dtype: np.dtype[Any]) -> N
     (dtype uint8) `[..., num_groups]`. The quotient is one of float32, so that rounding it is defined to the
     bit.
     """
-    if dtype == np.uint8:
-        groups = rows.reshape(*scale.shape, -1)
-    else:
-        groups = rows
+    groups = in_groups(rows, scale.shape[-1]) if dtype == np.uint8 else rows
     with np.errstate(over="ignore", invalid="ignore"):
         quotient = groups.astype(np.float32) / np.asarray(scale, np.float32)[..., None]
     quotient = np.clip(quotient, -LARGEST[dtype.name], LARGEST[dtype.name]).reshape(rows.shape)
@@ -56,6 +53,11 @@ def scale_of(rows: NDArray[Any], dtype: np.dtype[Any]) -> NDArray[np.float32]:
     size = np.abs(rows.astype(np.float32))
     scale = np.where(np.isfinite(size), size, 0).max(axis=-1) / np.float32(LARGEST[dtype.name])
     return np.where(scale > 0, scale, np.float32(1))
+
+
+def in_groups(rows: NDArray[Any], num_groups: int) -> NDArray[Any]:
+    """Rows `[..., head_dim]` as `[..., num_groups, head_dim / num_groups]`."""
+    return rows.reshape(*rows.shape[:-1], num_groups, rows.shape[-1] // num_groups)
 
 
 def pack_int4(numbers: NDArray[Any]) -> NDArray[np.uint8]:
