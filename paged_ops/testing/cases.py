@@ -260,9 +260,10 @@ def build(case: Case) -> Inputs:
         height[_spikes(case, seq)] += math.log(max(seq_len, 1)) + 1.6
         keys = rng.standard_normal((seq_len, case.num_kv_heads, case.head_dim))
         keys += height[:, None, None] * direction * case.head_dim**-0.5
-        values = rng.standard_normal((seq_len, case.num_kv_heads, case.dim_value))
         if case.latent:
             values = keys[..., : case.dim_value]
+        else:
+            values = rng.standard_normal((seq_len, case.num_kv_heads, case.dim_value))
         blocks, offsets = _places(block_tables[seq], seq_len, case.block_size)
         if case.cache_dtype is None:
             for cache, rows in ((key_cache, keys), (value_cache, values)):
