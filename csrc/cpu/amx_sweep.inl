@@ -19,6 +19,7 @@ class SweepProducts {
         key_steps_(steps_of(p.kv.key_head_dim, kStepDims)),
         value_pairs_(steps_of(p.kv.value_head_dim, kStepDims)),
         record_(state_floats(p.kv.value_head_dim)) {
+    tiles_ = carver.take<TileRows>(kChunkSteps + 1);
     query_ = carver.take<bf16>(int64_t(num_heads_) * query_elements());
     for (bf16*& keys : keys_) keys = carver.take<bf16>(int64_t(kStepTokens) * key_steps_ * kStepDims);
     const auto paired = [&] {
@@ -45,35 +46,27 @@ class SweepProducts {
 
   void attend_chunk(const PageWalk& walk, int begin, int end, int, float* states) {
     configure(rows_.count);
-    TileRows tiles[2];  // by turns: the one at hand and the next
-    const auto for_each_tile = [&](auto&& f) {
-      walk.rows(begin, tile_end(begin, end), tiles[0]);
-      for (int at = begin, next, turn = 0; at < end; at = next, turn ^= 1) {
-        next = tile_end(at, end);
-        walk.rows(next, tile_end(next, end), tiles[turn ^ 1]);
-        f(at, tiles[turn], tiles[turn ^ 1]);
-      }
-    };
-    for_each_tile([&](int at, const TileRows& tile, const TileRows& next) {
-      key_stride_ = key_stride(p_.kv, tile, key_rows_);
-      for (int head = 0; head < num_heads_; head++) score(head, tile, next, at - begin);
-      pending_keys_.finish();
-    });
-    const Sight sight(rows_, 0, rows_.count, begin, end - begin);
     const int num_steps = steps_of(end - begin, kStepTokens);
-    walk.rows(begin, tile_end(begin, end), tiles[0]);
-    prefetch_values(0, tiles[0]);
+    for (int at = begin, step = 0; step <= num_steps; at = tile_end(at, end), step++)
+      walk.rows(at, tile_end(at, end), tiles_[step]);
+    for (int step = 0; step < num_steps; step++) {
+      key_stride_ = key_stride(p_.kv, tiles_[step], key_rows_);
+      for (int head = 0; head < num_heads_; head++) score(head, step);
+      pending_keys_.finish();
+    }
+    const Sight sight(rows_, 0, rows_.count, begin, end - begin);
+    prefetch_values(0, tiles_[0]);
     for (int head = 0; head < num_heads_; head++) {
       float* const state = states + head * rows_.count * record_;
       clear_states(state);
       scales_.take(walk, task_.head_begin + head, begin, end);
       weigh_head(head, begin, sight, num_steps, state);
     }
-    for_each_tile([&](int at, const TileRows& tile, const TileRows& next) {
-      const Sight here(rows_, 0, rows_.count, at, tile.num_tokens);
+    for (int step = 0; step < num_steps; step++) {
+      const Sight here(rows_, 0, rows_.count, begin + step * kStepTokens, tiles_[step].num_tokens);
       for (int head = 0; head < num_heads_; head++)
-        add_values(head, tile, next, here, at - begin, states + head * rows_.count * record_);
-    });
+        add_values(head, step, here, states + head * rows_.count * record_);
+    }
     pending_.finish();
   }
 
@@ -158,10 +151,11 @@ class SweepProducts {
 
   // The scores of a step's tokens. Keys are copied while those of the head before are multiplied: what has
   // just been stored cannot be loaded into a tile register at once.
-  void score(int head, const TileRows& tile, const TileRows& next, int token) {
+  void score(int head, int step) {
+    const TileRows &tile = tiles_[step], &next = tiles_[step + 1];
     const int64_t offset = key_offset(head);
     const bf16* const query = query_ + head * query_elements();
-    float* const scores = scores_of(head) + token * columns_;
+    float* const scores = scores_of(head) + step * kStepTokens * columns_;
     // Keys that are not copied come early enough by themselves: loads of tile registers run far ahead.
     if (key_stride_ != 0) return score_in_place(tile, offset, query, scores);
     turn_ ^= 1;
@@ -272,8 +266,8 @@ class SweepProducts {
 
   // Pairs a head's values of a step while those of the head before are multiplied: what has just been stored
   // cannot be loaded into a tile register at once.
-  void add_values(int head, const TileRows& tile, const TileRows& next, const Sight& sight, int token,
-                  float* states) {
+  void add_values(int head, int step, const Sight& sight, float* states) {
+    const TileRows &tile = tiles_[step], &next = tiles_[step + 1];
     turn_ ^= 1;
     head + 1 < num_heads_ ? prefetch_values(head + 1, tile) : prefetch_values(0, next);
     const PairedValues& values = values_[turn_];
@@ -285,7 +279,7 @@ class SweepProducts {
       });
     });
     pending_.finish();
-    const bf16* const weights = weights_of(head) + token * columns_;
+    const bf16* const weights = weights_of(head) + step * kStepTokens * columns_;
     if (!must_cut(values, 0, 1, [&](int step) { return sight.hidden(step); })) {
       pending_ = value_work(values, weights, 0, rows_.count, states);
       return;
@@ -311,6 +305,7 @@ class SweepProducts {
   const int64_t record_;
   int configured_rows_ = 0;
   RowPrefetcher prefetcher_;
+  TileRows* tiles_;         // of the chunk, and one without tokens after them
   bf16* query_;             // [heads, key_steps, 16, columns, 2]
   int64_t key_stride_ = 0;  // of the step at hand; 0: its keys are copied
   bf16* keys_[2];           // of a step, copied, by turns

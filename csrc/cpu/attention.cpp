@@ -24,6 +24,9 @@ constexpr int64_t kMaxPrefillRows = 1024;
 constexpr int64_t kMinPrefillRows = 128;
 // A sweep's tile and the next one stay in a core's own cache.
 constexpr int64_t kSweepTileBytes = 512 << 10;
+// A sweep's task takes chunks of about so many bytes of keys and values, beside which what it does once does
+// not count.
+constexpr int64_t kTaskBytes = 1 << 20;
 // Enough tasks for each thread that the last ones to finish do not keep the others waiting for long.
 constexpr int kTasksPerThread = 4;
 
@@ -71,6 +74,8 @@ class Plan {
     const int64_t for_cache = ceil_div(token_nbytes * kTileTokens, kSweepTileBytes);
     task_rows_ = std::clamp(prefill_rows / (kTasksPerThread * num_threads), kMinPrefillRows, kMaxPrefillRows);
     num_parts_ = int32_t(std::min<int64_t>(p.kv.num_kv_heads, std::max(for_threads, for_cache)));
+    task_chunks_ = int32_t(std::clamp<int64_t>(num_sweeps / (kTasksPerThread * num_threads), 1,
+                                               ceil_div(kTaskBytes, token_nbytes * kChunkTokens)));
   }
 
   int64_t states_floats() const { return states_floats_; }
@@ -86,11 +91,12 @@ class Plan {
       if (!s.sweeps()) {
         add_prefill(s);
       } else if (!s.folds()) {
-        add_sweep(s, kAllChunks, nullptr, tasks);
+        add_sweep(s, 0, 0, nullptr, tasks);
       } else {
-        for (int32_t chunk = 0; chunk < s.num_chunks(); chunk++)
-          add_sweep(s, s.first_chunk() + chunk, states, tasks);
-        add_sweep(s, kAllChunks, states, folds);
+        const int32_t num_chunks = int32_t(s.num_chunks());
+        for (int32_t chunk = 0; chunk < num_chunks; chunk += task_chunks_)
+          add_sweep(s, chunk, std::min(num_chunks, chunk + task_chunks_), states, tasks);
+        add_sweep(s, 0, num_chunks, states, folds);
         states += s.num_chunks() * chunk_floats(s);
       }
     }
@@ -111,16 +117,20 @@ class Plan {
             .position = s.position(s.query_begin),
             .head_begin = 0,
             .head_end = p_.kv.num_kv_heads,
-            .chunk = kAllChunks,
-            .first_chunk = s.first_chunk(),
             .states = nullptr,
-            .chunk_floats = chunk_floats(s)};
+            .chunk_floats = chunk_floats(s),
+            .first_chunk = s.first_chunk(),
+            .chunk_begin = s.first_chunk(),
+            .chunk_end = s.first_chunk()};
   }
 
-  void add_sweep(const Sequence& s, int32_t chunk, float* states, std::vector<AttentionTask>& list) const {
+  // Chunks [begin, end) of the sequence's own.
+  void add_sweep(const Sequence& s, int32_t begin, int32_t end, float* states,
+                 std::vector<AttentionTask>& list) const {
     AttentionTask task = task_of(s);
-    task.chunk = chunk;
     task.states = states;
+    task.chunk_begin = s.first_chunk() + begin;
+    task.chunk_end = s.first_chunk() + end;
     for (int64_t part = 0; part < num_parts_; part++) {
       task.head_begin = int32_t(p_.kv.num_kv_heads * part / num_parts_);
       task.head_end = int32_t(p_.kv.num_kv_heads * (part + 1) / num_parts_);
@@ -151,6 +161,7 @@ class Plan {
   int64_t nbytes_ = 0;
   int64_t task_rows_ = kMaxPrefillRows;
   int32_t num_parts_ = 1;
+  int32_t task_chunks_ = 1;
 };
 
 // Rows of `query` that belong to no sequence see nothing.

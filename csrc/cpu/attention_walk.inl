@@ -22,11 +22,8 @@ struct Constant {
 // Where the tile that begins at `begin` ends, of keys that end at `end`.
 inline int tile_end(int begin, int end) { return end - begin > kTileTokens ? begin + kTileTokens : end; }
 
-// Where the chunk of the key at `begin` ends, of keys that end at `end`.
-inline int chunk_end(int begin, int end) {
-  const int in_chunk = kChunkTokens - begin % kChunkTokens;
-  return end - begin > in_chunk ? begin + in_chunk : end;
-}
+inline int lesser(int a, int b) { return a < b ? a : b; }
+inline int greater(int a, int b) { return a > b ? a : b; }
 
 inline int chunks_of(int num_keys) { return num_keys / kChunkTokens + (num_keys % kChunkTokens != 0); }
 
@@ -106,36 +103,35 @@ void attend(const AttentionParams& p, const AttentionTask& task, void* scratch) 
   const int64_t record = state_floats(p.kv.value_head_dim);
   const int64_t head_floats = num_rows * record;
   // What any row sees lies in [first_key, end_key). Tiles before it are left out, but not moved.
-  const bool all_chunks = task.chunk == kAllChunks;
-  const int chunk_begin = all_chunks ? 0 : task.chunk * kChunkTokens, num_keys = rows.greatest_visible();
-  const int first_tile = rows.least_first() / kTileTokens * kTileTokens;
-  const int first_key = first_tile > chunk_begin ? first_tile : chunk_begin;
-  const int end_key = all_chunks ? num_keys : chunk_end(chunk_begin, num_keys);
-  float* const first_states =
-      task.states
-          ? task.states + (task.chunk - task.first_chunk) * task.chunk_floats + task.head_begin * head_floats
-          : memory.states;
-  if (first_key >= end_key)
-    for (int64_t i = 0; i < num_heads * num_rows; i++) clear_state(first_states + i * record, record);
+  const int num_keys = rows.greatest_visible(), first_tile = rows.least_first() / kTileTokens * kTileTokens;
+  const int chunk_begin = task.states ? task.chunk_begin : first_tile / kChunkTokens;
+  const int chunk_end = task.states ? task.chunk_end : greater(chunks_of(num_keys), chunk_begin + 1);
+  const int first_key = greater(first_tile, chunk_begin * kChunkTokens);
+  const int end_key = chunk_end < chunks_of(num_keys) ? chunk_end * kChunkTokens : num_keys;
+  const auto states_of = [&](int chunk) {
+    if (!task.states) return chunk == chunk_begin ? memory.states : memory.later_states;
+    return task.states + (chunk - task.first_chunk) * task.chunk_floats + task.head_begin * head_floats;
+  };
 
   const PageWalk walk(p.kv, p.tables.block_ids + task.seq * p.tables.stride, task.head_begin, task.head_end);
   products.start(walk, first_key, end_key);
-  for (int begin = first_key, end; begin < end_key; begin = end) {
-    end = chunk_end(begin, end_key);
-    float* const states = begin == first_key ? first_states : memory.later_states;
-    products.attend_chunk(walk, begin, end, end_key, states);
+  for (int chunk = chunk_begin; chunk < chunk_end; chunk++) {
+    const int first = chunk * kChunkTokens, begin = greater(first_key, first);
+    const int end = first + lesser(end_key - first, kChunkTokens);
+    float* const states = states_of(chunk);
+    if (begin < end) products.attend_chunk(walk, begin, end, end_key, states);
     for (int64_t i = 0; i < num_heads * num_rows; i++)
       // Rows that see nothing of the chunk may have a header only.
-      if (const bool sees = rows.sees_any(int(i % num_rows), begin, end); states == first_states) {
+      if (const bool sees = rows.sees_any(int(i % num_rows), begin, end); states != memory.later_states) {
         if (!sees) clear_state(states + i * record, record);
       } else if (sees) {
-        fold_state(first_states + i * record, states + i * record, record);
+        fold_state(memory.states + i * record, states + i * record, record);
       }
   }
 
   if (task.states) return;
   for (int head = 0; head < num_heads; head++) {
-    float* state = first_states + head * head_floats;
+    float* state = memory.states + head * head_floats;
     for (int token = task.query_begin; token < task.query_end; token++)
       for (int g = 0; g < group; g++, state += record) {
         const int q_head = (task.head_begin + head) * group + g;

@@ -40,13 +40,13 @@ struct AttentionTask {
   int32_t query_begin, query_end;  // rows of `query`
   int32_t position;                // of query_begin in its sequence; may be negative
   int32_t head_begin, head_end;
-  int32_t chunk;         // the only one to look at, or kAllChunks
-  int32_t first_chunk;   // whose states come first
-  float* states;         // [num_chunks, num_kv_heads, rows, state_floats], a row being a query token with one
-                         // query head of the group; null = all chunks, straight to out
+  float* states;         // of the sequence's chunks from first_chunk on [num_chunks, num_kv_heads, rows,
+                         // state_floats], a row being a query token with one query head of the group;
+                         // null = all chunks, straight to out
   int64_t chunk_floats;  // from a chunk's states to the next chunk's
+  int32_t first_chunk;
+  int32_t chunk_begin, chunk_end;  // those whose states to make
 };
-constexpr int32_t kAllChunks = -1;
 
 struct Kernels {
   // Per DType f32, f16, bf16. `scratch` has attend_scratch_nbytes(...) bytes at a 64-byte boundary.

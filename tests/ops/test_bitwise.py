@@ -33,6 +33,11 @@ VARLEN = [
     replace(case, seq_lens=(40, 530, 9, 600), q_lens=(40, 23, 1, 7), num_kv_heads=1, num_q_heads=case.group)
     for case in DECODE
 ]
+# So many chunks that a task of one thread has several.
+LONG = [
+    replace(VARLEN[1], seq_lens=(5000, 700), q_lens=(5, 1), **rules)
+    for rules in ({}, {"window": 900}, {**RULES, "window": 2000})
+]
 decode = pytest.mark.parametrize("case", DECODE, ids=str)
 varlen = pytest.mark.parametrize("case", VARLEN, ids=str)
 both = pytest.mark.parametrize("case", DECODE + VARLEN, ids=str)
@@ -161,7 +166,7 @@ def repaged(inputs: Inputs, block_size: int, layout: str, in_order: bool) -> Inp
     return replace(moved, query=inputs.query)
 
 
-@both
+@pytest.mark.parametrize("case", DECODE + VARLEN + LONG, ids=str)
 def test_threads_of_the_cpu_backend(target: Target, case: Case) -> None:
     if target.backend != "cpu":
         pytest.skip("threads are the CPU backend's")
