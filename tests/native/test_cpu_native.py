@@ -69,7 +69,14 @@ def build_driver(folder: Path, sanitizer: str) -> Path:
     return driver
 
 
-@pytest.fixture(scope="module", params=["address,undefined", "thread"])
+# Of a sanitizer all tests run on one worker: each worker builds its own driver.
+SANITIZERS = [
+    pytest.param(name, marks=pytest.mark.xdist_group(f"native {name}"))
+    for name in ("address,undefined", "thread")
+]
+
+
+@pytest.fixture(scope="module", params=SANITIZERS)
 def driver(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return build_driver(tmp_path_factory.mktemp("native"), request.param)
 

@@ -99,8 +99,9 @@ def test_op_tests_pass_under_asan(python_under_asan: list[str]) -> None:
     tests = [f"tests/ops/test_{name}.py" for name in ("attention", "cache_ops", "merge", "quantised")]
     tests += [f"tests/ops/test_packed.py::{name}" for name in ("test_packs_of_any_size", "test_one_of_both")]
     options = ["--backend", "emulated", "-q", "-x", "-p", "no:xdist", "-p", "no:cacheprovider"]
-    # What is compiled with -O1, see CMakeLists.txt.
+    # What is compiled with -O1, see CMakeLists.txt; of the calls that move megabytes two.
     kept = "not any_case and not long_sequence and not bfloat16 and (not quantised or float16 and int8)"
+    kept += " and (not long_calls or 33-4095 or 1-393215)"
     result = subprocess.run(
         [*python_under_asan, "-m", "pytest", *tests, *options, "-k", kept],
         capture_output=True,

@@ -200,8 +200,9 @@ def test_bad_arguments_are_refused() -> None:
 @pytest.mark.skipif(audit.find_tool("nvcc") is None, reason="needs nvcc")
 def test_the_kernels_keep_every_claim() -> None:
     folder = REPOSITORY / "build" / "audit"
-    rows = audit.audit(["sm_90"], folder)
-    # Kernels that differ in their types alone are left to `make audit`, which takes minutes.
+    # Of kernels that differ in their types alone most are left to `make audit`, which takes minutes: each
+    # type has its turn on sm_90, and one of them on sm_80.
+    rows = audit.audit(["sm_90"], folder, r"(?!attention_(bf16_f8|f16_f8e5m2|f16_i8))")
     rows += audit.audit(["sm_80"], folder, r"(?!attention_(bf16|f16_))")
     assert len(rows) > 20
     assert [f"{row.kernel} on {row.arch}: {failure}" for row in rows for failure in row.failures] == []
