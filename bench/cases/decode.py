@@ -18,6 +18,7 @@ from bench.workloads import Shape
 # 64 MiB of KV in bfloat16: 16384 tokens.
 MAIN = Shape(8, 2048, 8, 4, 128)
 VLLM_BLOCKS = (16, 32, 128)
+LAYOUTS: tuple[Literal["NHD", "HND"], ...] = ("NHD", "HND")
 
 
 def ours(data: Windows, isa: str) -> Candidate:
@@ -109,9 +110,9 @@ def _main(setting: Setting, *, group: int, order: str) -> Trial:
     return trial
 
 
-def _in_cache(setting: Setting, *, group: int) -> Trial:
-    trial = _trial(setting, Shape(1, 512, 8, group, 128), "in-order", peers=True, most=1)
-    goal = Goal(f"decode in cache, G={group}", "share:vllm at its best", 1.25)
+def _in_cache(setting: Setting, *, group: int, layout: Literal["NHD", "HND"]) -> Trial:
+    trial = _trial(setting, Shape(1, 512, 8, group, 128, layout=layout), "in-order", peers=True, most=1)
+    goal = Goal(f"decode in cache, {layout}, G={group}", "share:vllm at its best", 1.25)
     trial.goals[setting.isas[0]] = (goal,)
     return trial
 
@@ -185,7 +186,11 @@ CASES = (
         for group in (1, 4, 8)
         for order in ("in-order", "random")
     ),
-    *(_case(f"in cache G={group}", partial(_in_cache, group=group)) for group in (1, 4, 8)),
+    *(
+        _case(f"in cache {layout} G={group}", partial(_in_cache, group=group, layout=layout))
+        for layout in LAYOUTS
+        for group in (1, 4, 8)
+    ),
     *(
         _case(f"odd {name}", partial(_odd, shape=shape), quick=name in ("G=5", "D=80", "block=1", "float32"))
         for name, shape in _odd_shapes().items()
