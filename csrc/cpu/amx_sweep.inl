@@ -17,6 +17,7 @@ class SweepProducts {
         // Blocks of 8 seldom follow one another at their tokens' stride.
         key_rows_(p.kv.block_size % 16 == 8 ? 8 : 16),
         key_steps_(steps_of(p.kv.key_head_dim, kStepDims)),
+        last_dims_(p.kv.key_head_dim % kStepDims),
         value_pairs_(steps_of(p.kv.value_head_dim, kStepDims)),
         record_(state_floats(p.kv.value_head_dim)) {
     tiles_ = carver.take<TileRows>(kChunkSteps + 1);
@@ -34,7 +35,7 @@ class SweepProducts {
   }
 
   ~SweepProducts() {
-    if (configured_rows_ != 0) release_tiles();
+    if (configured_ != 0) release_tiles();
   }
   SweepProducts(const SweepProducts&) = delete;
   SweepProducts& operator=(const SweepProducts&) = delete;
@@ -45,7 +46,7 @@ class SweepProducts {
   }
 
   void attend_chunk(const PageWalk& walk, int begin, int end, int, float* states) {
-    configure(rows_.count);
+    configure(kForKeys);
     const int num_steps = steps_of(end - begin, kStepTokens);
     for (int at = begin, step = 0; step <= num_steps; at = tile_end(at, end), step++)
       walk.rows(at, tile_end(at, end), tiles_[step]);
@@ -79,20 +80,29 @@ class SweepProducts {
     kKeysA, kKeysB,
     kValues,
     kWeights, kSums,
+    // Until the values' turn: what is past whole kStepDims.
+    kLastQuery = kValues,
+    kLastKeysA = kWeights, kLastKeysB = kSums,
   };
   // clang-format on
 
-  // Gives the tile registers their shapes, for products of `num_rows` rows with values.
+  // Gives the tile registers their shapes, for products with keys, or of `num_rows` rows with values.
+  static constexpr int kForKeys = -1;
   void configure(int num_rows) {
-    if (num_rows == configured_rows_) return;
+    if (num_rows == configured_) return;
     TileConfig config;
     for (int tile = kScoresA; tile <= kScoresB; tile++) config.set(tile, key_rows_, columns_ * 4);
     config.set(kQuery, 16, columns_ * 4);
     for (int tile = kKeysA; tile <= kKeysB; tile++) config.set(tile, key_rows_, 64);
-    config.set(kValues, 16, 64);
-    for (int tile = kWeights; tile <= kSums; tile++) config.set(tile, num_rows, 64);
+    if (num_rows != kForKeys) {
+      config.set(kValues, 16, 64);
+      for (int tile = kWeights; tile <= kSums; tile++) config.set(tile, num_rows, 64);
+    } else if (last_dims_ != 0) {
+      config.set(kLastQuery, last_dims_ / 2, columns_ * 4);
+      for (int tile = kLastKeysA; tile <= kLastKeysB; tile++) config.set(tile, key_rows_, last_dims_ * 2);
+    }
     load_tile_config(config);
-    configured_rows_ = num_rows;
+    configured_ = num_rows;
   }
 
   int64_t key_offset(int head) const { return (task_.head_begin + head) * p_.kv.key.stride_head; }
@@ -189,13 +199,23 @@ class SweepProducts {
       const char *const a = tile.key[t] + offset, *const b = two ? tile.key[t + key_rows_] + offset : a;
       clear_tile<kScoresA>();
       clear_tile<kScoresB>();
-      for (int step = 0; step < key_steps_; step++) {
+      int step = 0;
+      for (; step < p_.kv.key_head_dim / kStepDims; step++) {
         load_tile<kQuery>(query + step * 2 * kBlockRows * columns_, query_stride);
         load_tile<kKeysA>(a + step * 64, key_stride_);
         multiply_bf16<kScoresA, kKeysA, kQuery>();
         if (!two) continue;
         load_tile<kKeysB>(b + step * 64, key_stride_);
         multiply_bf16<kScoresB, kKeysB, kQuery>();
+      }
+      if (last_dims_ != 0) {
+        load_tile<kLastQuery>(query + step * 2 * kBlockRows * columns_, query_stride);
+        load_tile<kLastKeysA>(a + step * 64, key_stride_);
+        multiply_bf16<kScoresA, kLastKeysA, kLastQuery>();
+        if (two) {
+          load_tile<kLastKeysB>(b + step * 64, key_stride_);
+          multiply_bf16<kScoresB, kLastKeysB, kLastQuery>();
+        }
       }
       store_tile<kScoresA>(scores + t * columns_, query_stride);
       if (two) store_tile<kScoresB>(scores + (t + key_rows_) * columns_, query_stride);
@@ -301,9 +321,9 @@ class SweepProducts {
   ChunkScales scales_;
   const int num_heads_, columns_;
   const int key_rows_;  // tokens of a left operand of query . key
-  const int key_steps_, value_pairs_;
+  const int key_steps_, last_dims_, value_pairs_;
   const int64_t record_;
-  int configured_rows_ = 0;
+  int configured_ = 0;  // for what; 0: not at all
   RowPrefetcher prefetcher_;
   TileRows* tiles_;         // of the chunk, and one without tokens after them
   bf16* query_;             // [heads, key_steps, 16, columns, 2]

@@ -102,6 +102,21 @@ def test_future_tokens_do_not_show(ops: HostOps, bad: float, dtype: str) -> None
             require_same_bits("lse", lse[rows], lse_changed[rows])
 
 
+@pytest.mark.parametrize("head_dim", [8, 40, 80, 112])
+@pytest.mark.parametrize("dtype", arrays.DTYPES)
+def test_other_heads_do_not_show(ops: HostOps, head_dim: int, dtype: str) -> None:
+    """A head's last elements lie beside the first of the next head, which may be NaN."""
+    case = Case((70, 17), dtype=dtype, num_q_heads=6, num_kv_heads=3, head_dim=head_dim)
+    out, lse = build(case).attention(ops)
+    changed = build(case)
+    for cache in (changed.key_cache, changed.value_cache):
+        cache[:, :, ::2] = np.nan
+    out_changed, lse_changed = changed.attention(ops)
+    require_same_bits("out", out[:, 2:4], out_changed[:, 2:4])
+    require_same_bits("lse", lse[:, 2:4], lse_changed[:, 2:4])
+    assert np.isnan(out_changed[:, :2].astype(np.float32)).all()
+
+
 @pytest.mark.parametrize("kind", ["numpy", "torch"])
 @pytest.mark.parametrize("q_lens", [None, (3, 0, 5)])
 @pytest.mark.parametrize("dtype", arrays.DTYPES)
