@@ -86,6 +86,31 @@ void prefer_short_slices() {
 #endif
 }
 
+// The CPU that the calling thread runs on; negative where that is not known.
+int current_cpu() {
+#if defined(__linux__)
+  return sched_getcpu();
+#else
+  return -1;
+#endif
+}
+
+// Has the calling thread run on another CPU than `cpu`, and says whether it does. Linux wakes a worker beside
+// the thread that wakes it when no other CPU looks idle, and to a virtual machine's kernel a CPU looks busy
+// that sleeps so deeply that its host has stopped it. There the two would take turns, though CPUs are free.
+bool leave_cpu(int cpu) {
+#if defined(__linux__)
+  if (cpu < 0 || sched_getcpu() != cpu) return true;
+  cpu_set_t allowed;
+  if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return false;
+  cpu_set_t others = allowed;
+  CPU_CLR(cpu, &others);
+  if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof(others), &others) != 0) return false;
+  sched_setaffinity(0, sizeof(allowed), &allowed);  // it stays where it is now
+#endif
+  return true;
+}
+
 // The tasks of a job in as many shares as threads. Each thread has a share of its own, the same one in every
 // job, so that it finds in its core's cache what it touched in the last job like this one; when that is done
 // it takes from the others'.
@@ -138,7 +163,8 @@ class Job {
 
 class Pool {
  public:
-  explicit Pool(int num_workers) {
+  explicit Pool(int num_workers) : resting_on_(num_workers) {
+    for (std::atomic<int>& cpu : resting_on_) cpu.store(-1, std::memory_order_relaxed);
     for (int i = 0; i < num_workers; i++) {
       try {
         workers_.emplace_back([this, i] { serve(i + 1); });
@@ -159,6 +185,8 @@ class Pool {
   void run(Job& job) {
     const int num_seats = job.seats.load(std::memory_order_relaxed);
     job_ = &job;
+    const int cpu = current_cpu();
+    caller_cpu_.store(cpu, std::memory_order_relaxed);
     gate_.store(kOpen, std::memory_order_release);
     epoch_.fetch_add(1, std::memory_order_release);
     if (num_seats < int(workers_.size())) {
@@ -166,6 +194,10 @@ class Pool {
     } else {
       epoch_.notify_all();
     }
+    if (cpu >= 0 && std::ranges::any_of(resting_on_, [&](const std::atomic<int>& other) {
+          return other.load(std::memory_order_relaxed) == cpu;
+        }))
+      std::this_thread::yield();  // to a worker that wakes here, until it has left
     job.work(0);
     // Whoever has not come in by now need not: only those inside are waited for.
     uint32_t inside = gate_.fetch_and(~kOpen, std::memory_order_acq_rel) & ~kOpen;
@@ -180,9 +212,16 @@ class Pool {
     prefer_short_slices();
     uint32_t seen = 0;
     for (;;) {
-      wait_while_equal(epoch_, seen);
+      const auto changed = [&] { return epoch_.load(std::memory_order_acquire) != seen; };
+      if (!spin_until(changed, kSpin)) {
+        std::atomic<int>& resting_on = resting_on_[thread - 1];
+        resting_on.store(current_cpu(), std::memory_order_relaxed);
+        epoch_.wait(seen, std::memory_order_acquire);
+        resting_on.store(-1, std::memory_order_relaxed);
+      }
       seen = epoch_.load(std::memory_order_acquire);
       if (stop_.load(std::memory_order_relaxed)) return;
+      const bool apart = leave_cpu(caller_cpu_.load(std::memory_order_relaxed));
       uint32_t gate = gate_.load(std::memory_order_relaxed);
       while ((gate & kOpen) && !gate_.compare_exchange_weak(gate, gate + 1, std::memory_order_acq_rel)) {
       }
@@ -192,8 +231,9 @@ class Pool {
       gate_.notify_one();
       // Others may be at their last tasks still. The wait for the next job begins with the end of this one:
       // else a thread that ran out of tasks early would fall asleep meanwhile, come late again, and so on for
-      // ever.
-      spin_until([&] { return (gate_.load(std::memory_order_acquire) & kOpen) == 0; }, kLongestTask);
+      // ever. Not on the caller's own CPU, for it could not end the job meanwhile.
+      if (apart)
+        spin_until([&] { return (gate_.load(std::memory_order_acquire) & kOpen) == 0; }, kLongestTask);
     }
   }
 
@@ -202,6 +242,8 @@ class Pool {
   alignas(64) std::atomic<uint32_t> epoch_{0};  // counts jobs; what idle workers wait on
   alignas(64) std::atomic<uint32_t> gate_{0};   // kOpen while a job may be joined, plus the workers inside
   Job* job_ = nullptr;                          // valid while the gate is open or somebody is inside
+  std::vector<std::atomic<int>> resting_on_;    // the CPU on which each worker has fallen asleep, or -1
+  std::atomic<int> caller_cpu_{-1};
   std::atomic<bool> stop_{false};
   std::vector<std::thread> workers_;
 };

@@ -88,6 +88,45 @@ def test_number_of_threads() -> None:
         paged_ops.set_num_threads(before)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="affinity as Linux has it")
+def test_workers_leave_the_callers_cpu_and_keep_their_affinity() -> None:
+    """A worker that wakes where its caller runs goes elsewhere; where it may run stays what it was."""
+    if len(os.sched_getaffinity(0)) < 2:
+        pytest.skip("needs two CPUs")
+    code = """
+import os, time
+import numpy as np, paged_ops
+
+tasks = lambda: {int(name) for name in os.listdir("/proc/self/task")}
+cpus = os.sched_getaffinity(0)
+one = min(cpus)
+paged_ops.set_num_threads(2)
+cache = np.ones((64, 16, 8, 128), np.float16)
+table, length = np.arange(64, dtype=np.int32)[None], np.array([1024], np.int32)
+inputs = np.ones((1, 8, 128), np.float16), cache, cache, table, length
+call = lambda: paged_ops.paged_attention_decode(*inputs)
+before = tasks()
+call()
+(worker,) = tasks() - before
+os.sched_setaffinity(os.getpid(), {one})  # the caller
+moved = 0
+for _ in range(50):
+    os.sched_setaffinity(worker, {one})  # there it falls asleep
+    call()
+    time.sleep(0.002)
+    os.sched_setaffinity(worker, cpus)
+    call()
+    time.sleep(0.002)
+    assert os.sched_getaffinity(worker) == cpus
+    with open(f"/proc/self/task/{worker}/stat") as stat:
+        moved += int(stat.read().rsplit(")", 1)[1].split()[36]) != one
+print(moved)
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert int(done.stdout) > 0
+
+
 def test_a_subinterpreter_is_refused_at_once() -> None:
     """Loading the native module there first would wait for the main interpreter for ever."""
     code = """
