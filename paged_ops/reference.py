@@ -303,7 +303,7 @@ def write_kv_cache(
     num_blocks, block_size = key_cache.shape[:2]
     _require_below("slot_mapping", slot_mapping, num_blocks * block_size)
     kept = slot_mapping >= 0
-    places = np.divmod(slot_mapping[kept], block_size)
+    places = np.divmod(slot_mapping[kept].astype(np.int64), block_size)
     for cache, rows, scale in ((key_cache, key, k_scale), (value_cache, value, v_scale)):
         rows = rows[: len(kept)][kept]
         if scale is not None and np.ndim(scale) >= 3:

@@ -7,6 +7,7 @@
 #include <chrono>
 #include <cstddef>
 #include <cstdlib>
+#include <cstring>
 #include <exception>
 #include <memory>
 #include <mutex>
@@ -106,7 +107,13 @@ bool leave_cpu(int cpu) {
   cpu_set_t others = allowed;
   CPU_CLR(cpu, &others);
   if (CPU_COUNT(&others) == 0 || sched_setaffinity(0, sizeof(others), &others) != 0) return false;
-  sched_setaffinity(0, sizeof(allowed), &allowed);  // it stays where it is now
+  // It stays where it is now. A mask of all CPUs comes first: asked for by itself, what is allowed today
+  // would hold when the process is given more.
+  cpu_set_t all, found;
+  std::memset(&all, 0xff, sizeof(all));
+  if (sched_setaffinity(0, sizeof(all), &all) != 0 || sched_getaffinity(0, sizeof(found), &found) != 0 ||
+      !CPU_EQUAL(&found, &allowed))
+    sched_setaffinity(0, sizeof(allowed), &allowed);
 #endif
   return true;
 }
@@ -194,7 +201,7 @@ class Pool {
     } else {
       epoch_.notify_all();
     }
-    if (cpu >= 0 && std::ranges::any_of(resting_on_, [&](const std::atomic<int>& other) {
+    if (cpu >= 0 && std::any_of(resting_on_.begin(), resting_on_.end(), [&](const std::atomic<int>& other) {
           return other.load(std::memory_order_relaxed) == cpu;
         }))
       std::this_thread::yield();  // to a worker that wakes here, until it has left

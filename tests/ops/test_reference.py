@@ -93,3 +93,9 @@ def test_indices_out_of_range() -> None:
     for pairs in ([[0, 3]], [[-1, 0]], [[0, 1], [2, 1]]):
         with pytest.raises(ValueError, match="^block_pairs: "):
             reference.swap_blocks(cache, cache.copy(), pairs)
+
+
+def test_writing_nothing_is_nothing() -> None:
+    cache = np.zeros((2, 4, 1, 8), np.float32)
+    reference.write_kv_cache(np.ones((3, 1, 8)), np.ones((3, 1, 8)), cache, cache.copy(), [])
+    assert not cache.any()

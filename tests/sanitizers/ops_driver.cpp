@@ -201,11 +201,12 @@ void attention(DType dtype, std::vector<int32_t> lengths, std::vector<int32_t> q
   add_to_checksum(out);
   add_to_checksum(lse.data(), lse.size() * sizeof(float));
   if (simt::config().workers == 1) return;
-  const std::vector<unsigned char> first =
-      out.bytes;  // once more, on a workspace as the first run has left it
+  // Once more, on a workspace as the first run has left it.
+  const std::vector<unsigned char> first = out.bytes;
+  const std::vector<float> first_lse = lse;
   std::fill(out.bytes.begin(), out.bytes.end(), 0xff);
   run();
-  if (out.bytes != first) fail("attention: the second run differs from the first");
+  if (out.bytes != first || lse != first_lse) fail("attention: the second run differs from the first");
 }
 
 void quantised(DType dtype, DType cache_dtype, std::vector<int32_t> lengths, std::vector<int32_t> query_lens,
