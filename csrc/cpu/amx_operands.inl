@@ -66,7 +66,7 @@ inline void pack_queries(const AttentionParams& p, const AttentionTask& task, in
 // The one stride at which the keys of each `num_rows` tokens of a tile lie, so that a tile register can be
 // loaded from where they are; 0 if there is none.
 inline int64_t key_stride(const PagedKV& kv, const TileRows& tile, int num_rows) {
-  if (kv.dtype != DType::bf16 || kv.key_head_dim % 2 != 0) return 0;
+  if (kv.dtype != DType::bf16) return 0;
   // They are in one block, or in several of which the addresses must be compared. Not always: instructions
   // between the loads of keys take room in the window in which a core sees the loads to come.
   if (kv.block_size % num_rows == 0) return kv.key.stride_token;

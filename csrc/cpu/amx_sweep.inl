@@ -119,6 +119,19 @@ class SweepProducts {
   float* scores_of(int head) const { return scores_ + int64_t(head) * kChunkTokens * columns_; }
   bf16* weights_of(int head) const { return weights_ + int64_t(head) * kChunkTokens * columns_; }
 
+  // Some dims of query row . key for one group of keys or two.
+  template <int kRight, int kLeftA, int kLeftB>
+  __attribute__((always_inline)) static void multiply_keys(const bf16* query, int64_t query_stride,
+                                                           const char* a, const char* b, int64_t stride,
+                                                           bool two) {
+    load_tile<kRight>(query, query_stride);
+    load_tile<kLeftA>(a, stride);
+    multiply_bf16<kScoresA, kLeftA, kRight>();
+    if (!two) return;
+    load_tile<kLeftB>(b, stride);
+    multiply_bf16<kScoresB, kLeftB, kRight>();
+  }
+
   // scores[token][column] = query row . key, for whole groups of kRows of a step's tokens: two groups at a
   // time, kStepDims dims each.
   struct KeyWork {
@@ -139,13 +152,8 @@ class SweepProducts {
       }
       const int64_t query_stride = columns * 4;
       const char* const from = keys + step * step_nbytes;
-      load_tile<kQuery>(query + step * query_elements, query_stride);
-      load_tile<kKeysA>(from, stride);
-      multiply_bf16<kScoresA, kKeysA, kQuery>();
-      if (two) {
-        load_tile<kKeysB>(from + group_nbytes, stride);
-        multiply_bf16<kScoresB, kKeysB, kQuery>();
-      }
+      multiply_keys<kQuery, kKeysA, kKeysB>(query + step * query_elements, query_stride, from,
+                                            from + group_nbytes, stride, two);
       if (++step < num_steps) return;
       store_tile<kScoresA>(scores, query_stride);
       if (two) store_tile<kScoresB>(scores + group_scores, query_stride);
@@ -200,23 +208,13 @@ class SweepProducts {
       clear_tile<kScoresA>();
       clear_tile<kScoresB>();
       int step = 0;
-      for (; step < p_.kv.key_head_dim / kStepDims; step++) {
-        load_tile<kQuery>(query + step * 2 * kBlockRows * columns_, query_stride);
-        load_tile<kKeysA>(a + step * 64, key_stride_);
-        multiply_bf16<kScoresA, kKeysA, kQuery>();
-        if (!two) continue;
-        load_tile<kKeysB>(b + step * 64, key_stride_);
-        multiply_bf16<kScoresB, kKeysB, kQuery>();
-      }
-      if (last_dims_ != 0) {
-        load_tile<kLastQuery>(query + step * 2 * kBlockRows * columns_, query_stride);
-        load_tile<kLastKeysA>(a + step * 64, key_stride_);
-        multiply_bf16<kScoresA, kLastKeysA, kLastQuery>();
-        if (two) {
-          load_tile<kLastKeysB>(b + step * 64, key_stride_);
-          multiply_bf16<kScoresB, kLastKeysB, kLastQuery>();
-        }
-      }
+      for (; step < p_.kv.key_head_dim / kStepDims; step++)
+        multiply_keys<kQuery, kKeysA, kKeysB>(query + step * 2 * kBlockRows * columns_, query_stride,
+                                              a + step * 64, b + step * 64, key_stride_, two);
+      if (last_dims_ != 0)
+        multiply_keys<kLastQuery, kLastKeysA, kLastKeysB>(query + step * 2 * kBlockRows * columns_,
+                                                          query_stride, a + step * 64, b + step * 64,
+                                                          key_stride_, two);
       store_tile<kScoresA>(scores + t * columns_, query_stride);
       if (two) store_tile<kScoresB>(scores + (t + key_rows_) * columns_, query_stride);
     }
@@ -300,7 +298,7 @@ class SweepProducts {
     });
     pending_.finish();
     const bf16* const weights = weights_of(head) + step * kStepTokens * columns_;
-    if (!must_cut(values, 0, 1, [&](int step) { return sight.hidden(step); })) {
+    if (!must_cut(values, 0, 1, [&](int part) { return sight.hidden(part); })) {
       pending_ = value_work(values, weights, 0, rows_.count, states);
       return;
     }

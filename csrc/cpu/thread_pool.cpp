@@ -59,12 +59,6 @@ bool spin_until(F&& done, std::chrono::steady_clock::duration longest) {
   return false;
 }
 
-// Waits until `word` is no longer `old`: spinning first, then asleep.
-void wait_while_equal(const std::atomic<uint32_t>& word, uint32_t old) {
-  if (!spin_until([&] { return word.load(std::memory_order_acquire) != old; }, kSpin))
-    word.wait(old, std::memory_order_acquire);
-}
-
 // Asks Linux to give the calling thread its CPU time in short slices, so that when it wakes it takes its CPU
 // at once from a thread with longer ones, such as a worker of OpenMP that spins for milliseconds after the
 // last parallel region. Its share of the CPU stays what it was. From Linux 6.12 on; before it, this does
@@ -96,12 +90,22 @@ int current_cpu() {
 #endif
 }
 
+// Waits until `word` is no longer `old`: spinning first, then asleep. `resting_on` is told the CPU on which
+// the thread has fallen asleep, and -1 when it has woken.
+void wait_while_equal(const std::atomic<uint32_t>& word, uint32_t old,
+                      std::atomic<int>* resting_on = nullptr) {
+  if (spin_until([&] { return word.load(std::memory_order_acquire) != old; }, kSpin)) return;
+  if (resting_on) resting_on->store(current_cpu(), std::memory_order_relaxed);
+  word.wait(old, std::memory_order_acquire);
+  if (resting_on) resting_on->store(-1, std::memory_order_relaxed);
+}
+
 // Has the calling thread run on another CPU than `cpu`, and says whether it does. Linux wakes a worker beside
 // the thread that wakes it when no other CPU looks idle, and to a virtual machine's kernel a CPU looks busy
 // that sleeps so deeply that its host has stopped it. There the two would take turns, though CPUs are free.
 bool leave_cpu(int cpu) {
+  if (cpu < 0 || current_cpu() != cpu) return true;
 #if defined(__linux__)
-  if (cpu < 0 || sched_getcpu() != cpu) return true;
   cpu_set_t allowed;
   if (sched_getaffinity(0, sizeof(allowed), &allowed) != 0) return false;
   cpu_set_t others = allowed;
@@ -219,13 +223,7 @@ class Pool {
     prefer_short_slices();
     uint32_t seen = 0;
     for (;;) {
-      const auto changed = [&] { return epoch_.load(std::memory_order_acquire) != seen; };
-      if (!spin_until(changed, kSpin)) {
-        std::atomic<int>& resting_on = resting_on_[thread - 1];
-        resting_on.store(current_cpu(), std::memory_order_relaxed);
-        epoch_.wait(seen, std::memory_order_acquire);
-        resting_on.store(-1, std::memory_order_relaxed);
-      }
+      wait_while_equal(epoch_, seen, &resting_on_[thread - 1]);
       seen = epoch_.load(std::memory_order_acquire);
       if (stop_.load(std::memory_order_relaxed)) return;
       const bool apart = leave_cpu(caller_cpu_.load(std::memory_order_relaxed));
