@@ -88,7 +88,7 @@ def test_number_of_threads() -> None:
         paged_ops.set_num_threads(before)
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="affinity as Linux has it")
+@pytest.mark.skipif(sys.platform != "linux", reason="threads are looked up and pinned as Linux has it")
 def test_workers_leave_the_callers_cpu_and_keep_their_affinity() -> None:
     """A worker that wakes where its caller runs goes elsewhere; where it may run stays what it was."""
     if len(os.sched_getaffinity(0)) < 2:
