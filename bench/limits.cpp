@@ -25,7 +25,15 @@ namespace {
 
 using Clock = std::chrono::steady_clock;
 using Line = int64_t __attribute__((vector_size(64), aligned(8), may_alias));
-using Floats = float __attribute__((vector_size(64)));
+// As wide as a register: sums in wider ones would live in memory, where these have no room.
+#if defined(__AVX512F__)
+constexpr int kVectorBytes = 64;
+#elif defined(__AVX__)
+constexpr int kVectorBytes = 32;
+#else
+constexpr int kVectorBytes = 16;
+#endif
+using Floats = float __attribute__((vector_size(kVectorBytes)));
 
 constexpr size_t kLine = 64;
 constexpr size_t kStep = 4 * kLine;  // read per turn of a loop, into as many accumulators
@@ -174,8 +182,8 @@ void multiply_tiles(int64_t rounds) {
 }
 #endif
 
+constexpr int kChains = 12;  // more than latency times units
 void multiply_add(int64_t rounds) {
-  constexpr int kChains = 12;  // more than latency times units
   Floats sums[kChains];
   for (int chain = 0; chain < kChains; chain++) sums[chain] = Floats{} + float(chain);
   Floats factor = Floats{} + 0.999f, addend = Floats{} + 0.001f;
@@ -236,7 +244,7 @@ double waited_seconds() { return 1e-9 * double(waited_ns.load()); }
 // Operations per second of float32 multiply-adds in vectors (two operations each).
 double multiply_add_rate(int num_threads, int64_t rounds) {
   const double seconds = seconds_side_by_side(num_threads, [&](int) { multiply_add(rounds); });
-  return 2.0 * 12 * 16 * double(rounds) * num_threads / seconds;
+  return 2.0 * kChains * (kVectorBytes / sizeof(float)) * double(rounds) * num_threads / seconds;
 }
 
 // The same of bfloat16 tiles; 0 where the machine has none.
