@@ -1,5 +1,6 @@
 // Paged attention: cuts a call into tasks, runs them on the pool, folds what was cut along the keys.
 #include <algorithm>
+#include <cmath>
 #include <cstring>
 #include <vector>
 
@@ -27,7 +28,8 @@ constexpr int64_t kSweepTileBytes = 512 << 10;
 // A sweep's task takes chunks of about so many bytes of keys and values, beside which what it does once does
 // not count.
 constexpr int64_t kTaskBytes = 1 << 20;
-// Enough tasks for each thread that the last ones to finish do not keep the others waiting for long.
+// Enough tasks for each thread that the last ones to finish do not keep the others waiting for long, and that
+// one which comes late leaves most of its share to the others.
 constexpr int kTasksPerThread = 4;
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -59,21 +61,24 @@ class Plan {
   Plan(const AttentionParams& p, int num_threads) : p_(p), group_(p.num_q_heads / p.kv.num_kv_heads) {
     const int64_t token_nbytes =
         p.kv.num_kv_heads * row_nbytes(p.kv.dtype, p.kv.key_head_dim + p.kv.value_head_dim);
-    int64_t num_sweeps = 0, prefill_rows = 0;
+    int64_t num_sweeps = 0, swept_keys = 0, longest_sweep = 0, prefill_rows = 0;
     for (int32_t seq = 0; seq < p.tables.num_seqs; seq++) {
       const Sequence s(p, seq);
       if (s.num_tokens() == 0) continue;
-      if (s.sweeps()) num_sweeps += std::max<int64_t>(s.num_chunks(), 1);
-      if (!s.sweeps()) prefill_rows += int64_t(s.num_tokens()) * p.num_q_heads;
+      if (s.sweeps()) {
+        num_sweeps += std::max<int64_t>(s.num_chunks(), 1);
+        swept_keys += s.num_keys();
+        longest_sweep = std::max<int64_t>(longest_sweep, std::min(s.num_keys(), kChunkTokens));
+      } else {
+        prefill_rows += int64_t(s.num_tokens()) * p.num_q_heads;
+      }
       if (s.folds()) states_floats_ += s.num_chunks() * chunk_floats(s);
       // Four rows or so share a load; past them it is arithmetic that takes the time.
       nbytes_ += s.num_keys() * token_nbytes * (1 + s.num_tokens() * group_ / 4);
     }
-    const int64_t for_threads =
-        num_threads > 1 ? ceil_div(kTasksPerThread * num_threads, std::max<int64_t>(num_sweeps, 1)) : 1;
     const int64_t for_cache = ceil_div(token_nbytes * kTileTokens, kSweepTileBytes);
     task_rows_ = std::clamp(prefill_rows / (kTasksPerThread * num_threads), kMinPrefillRows, kMaxPrefillRows);
-    num_parts_ = int32_t(std::min<int64_t>(p.kv.num_kv_heads, std::max(for_threads, for_cache)));
+    num_parts_ = parts_for(num_threads, num_sweeps, swept_keys, longest_sweep, for_cache);
     task_chunks_ = int32_t(std::clamp<int64_t>(num_sweeps / (kTasksPerThread * num_threads), 1,
                                                ceil_div(kTaskBytes, token_nbytes * kChunkTokens)));
   }
@@ -106,6 +111,34 @@ class Plan {
   std::vector<AttentionTask> folds;
 
  private:
+  // Into how many parts to cut the heads of each sweep, from `least` on: the fewest with which all threads
+  // end at about the same time.
+  int32_t parts_for(int64_t num_threads, int64_t num_sweeps, int64_t num_keys, int64_t longest,
+                    int64_t least) const {
+    const int64_t num_heads = p_.kv.num_kv_heads;
+    if (num_threads > 1 && num_sweeps > 0) {
+      // Where a token's heads lie side by side, they are read the slower the fewer of them a task reads.
+      const bool side_by_side = p_.kv.key.stride_head == row_nbytes(p_.kv.dtype, p_.kv.key_head_dim);
+      const int64_t tasks = num_threads * (side_by_side ? kTasksPerThread / 2 : kTasksPerThread);
+      least = std::max(least, ceil_div(tasks, num_sweeps));
+    }
+    const int32_t first = int32_t(std::min(num_heads, least));
+    const double mean = double(num_keys) / double(std::max<int64_t>(num_sweeps, 1));
+    const double evenly = double(num_keys) * double(num_heads) / double(num_threads);
+    int32_t best = first;
+    double soonest = HUGE_VAL;
+    for (int32_t parts = first; parts <= num_heads && soonest > 1.125 * evenly; parts++) {
+      // Keys times heads of the thread that ends last.
+      const double tasks = double(ceil_div(num_sweeps * parts, num_threads));
+      const double last = double(ceil_div(num_heads, parts)) * std::max(tasks * mean, double(longest));
+      if (last < soonest) {
+        soonest = last;
+        best = parts;
+      }
+    }
+    return best;
+  }
+
   int64_t chunk_floats(const Sequence& s) const {
     return int64_t(s.num_tokens()) * p_.num_q_heads * state_floats(p_.kv.value_head_dim);
   }
