@@ -73,10 +73,8 @@ class VectorProducts {
     scores_ = carver.take<float>(int64_t(rows.count) * kTileTokens);
     decay_ = carver.take<float>(rows.count);
     seen_ = carver.take<uint32_t>(rows.count);
-    key_tile_ = carver.take<float>(unpacked_tokens * key_dim_);
-    value_tile_ = carver.take<float>(unpacked_tokens * value_dim_);
-    key_rows_ = carver.take<const char*>(unpacked_tokens);
-    value_rows_ = carver.take<const char*>(unpacked_tokens);
+    unpacked_ = carver.take<float>(unpacked_tokens * greater(key_dim_, value_dim_));
+    unpacked_rows_ = carver.take<const char*>(unpacked_tokens);
   }
 
   void start(const PageWalk& walk, int first_key, int end_key) {
@@ -117,45 +115,39 @@ class VectorProducts {
           store(packed + kLanes, y.b);
         }
       }
-    if (unpacks_)
-      for (int t = 0; t < kTileTokens; t++) {
-        key_rows_[t] = reinterpret_cast<const char*>(key_tile_ + t * key_dim_);
-        value_rows_[t] = reinterpret_cast<const char*>(value_tile_ + t * value_dim_);
-      }
   }
 
-  // The tile at hand as f32: keys and values of a head.
-  void unpack_tile(const PageWalk& walk, int64_t kv_head, const TileRows& tile, int num_tokens,
-                   int position) {
+  // Calls f(tile, prefetcher) for keys or values of a head, as they lie or turned into f32. What is turned is
+  // asked for meanwhile, and lasts until the next call: a core's own cache holds no two of them.
+  template <class F>
+  void with_tile(const PageWalk& walk, const TileSource& source, const ScaleView& scale,
+                 const char* const* rows, int64_t kv_head, int num_tokens, int position, int dim, F&& f) {
+    if (!unpacks_) return f(source.tile<T>(rows, kv_head, num_tokens), &prefetcher_);
     if (!quantised_) {
-      unpack(keys_.tile<T>(tile.key, kv_head, num_tokens), num_tokens, key_tile_, prefetcher_);
-      unpack(values_.tile<T>(tile.value, kv_head, num_tokens), num_tokens, value_tile_, prefetcher_);
-      return;
+      unpack(source.tile<T>(rows, kv_head, num_tokens), num_tokens, unpacked_, prefetcher_);
+    } else {
+      with_quantised(p_.kv.dtype, [&](auto number) {
+        using Q = decltype(number);
+        unpack_quantised<T>(walk, scale, kv_head, position,
+                            source.template tile<Q>(rows, kv_head, num_tokens), num_tokens, unpacked_,
+                            prefetcher_);
+      });
     }
-    with_quantised(p_.kv.dtype, [&](auto number) {
-      using Q = decltype(number);
-      unpack_quantised<T>(walk, p_.kv.key_scale, kv_head, position,
-                          keys_.template tile<Q>(tile.key, kv_head, num_tokens), num_tokens, key_tile_,
-                          prefetcher_);
-      unpack_quantised<T>(walk, p_.kv.value_scale, kv_head, position,
-                          values_.template tile<Q>(tile.value, kv_head, num_tokens), num_tokens, value_tile_,
-                          prefetcher_);
-    });
+    for (int t = 0; t < kTileTokens; t++)
+      unpacked_rows_[t] = reinterpret_cast<const char*>(unpacked_ + t * dim);
+    f(Tile<float>(unpacked_rows_, 0, dim), static_cast<Prefetcher*>(nullptr));
   }
 
+  // All rows of one KV head over a tile whose first key is at `position`.
   void attend_tile(const PageWalk& walk, int head, const TileRows& tile, int num_tokens, int position,
                    float* states) {
     const int64_t kv_head = task_.head_begin + head;
-    const float* query = query_ + int64_t(head) * rows_.count * key_dim_;
-    if (unpacks_) {
-      unpack_tile(walk, kv_head, tile, num_tokens, position);
-      take_tile(head, Tile<float>(key_rows_, 0, key_dim_), Tile<float>(value_rows_, 0, value_dim_),
-                num_tokens, position, query, states, nullptr);
-    } else {
-      take_tile(head, keys_.tile<T>(tile.key, kv_head, num_tokens),
-                values_.tile<T>(tile.value, kv_head, num_tokens), num_tokens, position, query, states,
-                &prefetcher_);
-    }
+    with_tile(walk, keys_, p_.kv.key_scale, tile.key, kv_head, num_tokens, position, key_dim_,
+              [&](const auto& key, Prefetcher* prefetcher) {
+                score_rows(head, key, num_tokens, position, states, prefetcher);
+              });
+    with_tile(walk, values_, p_.kv.value_scale, tile.value, kv_head, num_tokens, position, value_dim_,
+              [&](const auto& value, Prefetcher* prefetcher) { weigh_rows(value, states, prefetcher); });
   }
 
   int q_head_of(int head, int row) const {
@@ -172,16 +164,16 @@ class VectorProducts {
       store(scores + t, rule_.apply(load(scores + t), slope, load(distance + t)));
   }
 
-  // All rows of one KV head over a tile whose first key is at `position`. The first block of rows brings
-  // the tile into the cache, so it is the one that prefetches.
+  // Weights of all rows. The first block of rows brings the tile into the cache, so it is the one that
+  // prefetches; so it is of values.
   template <class E>
-  void take_tile(int head, const Tile<E>& key, const Tile<E>& value, int num_tokens, int position,
-                 const float* query, float* states, Prefetcher* prefetcher) {
+  void score_rows(int head, const Tile<E>& key, int num_tokens, int position, float* states,
+                  Prefetcher* prefetcher) {
     const int64_t record = state_floats(p_.kv.value_head_dim);
+    const float* const query = query_ + int64_t(head) * rows_.count * key_dim_;
     const bool plain = rule_.plain();
     int32_t places[kTileTokens];
     if (!plain) rows_.places(position, num_tokens, places);
-    Prefetcher* first_only = prefetcher;
     for_each_row_block(rows_.count, [&](int begin, auto count) {
       constexpr int kRows = decltype(count)::value;
       const int left = rows_.visible[begin + kRows - 1] - position;
@@ -191,8 +183,8 @@ class VectorProducts {
         return;
       }
       score<E, kRows>(key, most, query + int64_t(begin) * key_dim_, key_dim_, scores_ + begin * kTileTokens,
-                      first_only);
-      first_only = nullptr;
+                      prefetcher);
+      prefetcher = nullptr;
       for (int row = begin; row < begin + kRows; row++) {
         const uint32_t seen = seen_[row] = rows_.word(row, position, num_tokens);
         if (seen == 0) continue;
@@ -201,7 +193,11 @@ class VectorProducts {
         decay_[row] = take_scores(scores, seen, rule_.factor(), states + row * record);
       }
     });
-    first_only = prefetcher;
+  }
+
+  template <class E>
+  void weigh_rows(const Tile<E>& value, float* states, Prefetcher* prefetcher) {
+    const int64_t record = state_floats(p_.kv.value_head_dim);
     for_each_row_block(rows_.count, [&](int begin, auto count) {
       constexpr int kRows = decltype(count)::value;
       float* out[kRows];
@@ -211,8 +207,8 @@ class VectorProducts {
         any |= seen[r] = seen_[begin + r];
       }
       if (any == 0) return;
-      weigh_visible<E, kRows>(value, seen, scores_ + begin * kTileTokens, decay_ + begin, out, first_only);
-      first_only = nullptr;
+      weigh_visible<E, kRows>(value, seen, scores_ + begin * kTileTokens, decay_ + begin, out, prefetcher);
+      prefetcher = nullptr;
     });
   }
 
@@ -223,13 +219,11 @@ class VectorProducts {
   const int key_dim_, value_dim_;
   const bool quantised_, unpacks_;
   const TileSource keys_, values_;
-  Prefetcher prefetcher_;    // of the tile after the one at hand
-  float* query_;             // [heads, rows, key_dim] in pair order
-  float* scores_;            // [rows, kTileTokens]
-  float* decay_;             // [rows]
-  uint32_t* seen_;           // [rows] of the tile's tokens
-  float* key_tile_;          // [kTileTokens, key_dim], unpacked
-  float* value_tile_;        // [kTileTokens, value_dim], unpacked
-  const char** key_rows_;    // [kTileTokens] of key_tile
-  const char** value_rows_;  // [kTileTokens] of value_tile
+  Prefetcher prefetcher_;       // of the tile after the one at hand
+  float* query_;                // [heads, rows, key_dim] in pair order
+  float* scores_;               // [rows, kTileTokens]
+  float* decay_;                // [rows]
+  uint32_t* seen_;              // [rows] of the tile's tokens
+  float* unpacked_;             // [kTileTokens, key_dim or value_dim]
+  const char** unpacked_rows_;  // [kTileTokens] of it
 };

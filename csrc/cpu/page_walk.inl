@@ -37,11 +37,8 @@ class Prefetcher {
     if (num_pieces_ == 1) enter();
   }
 
-  // The next kNumBytes bytes.
-  template <int kNumBytes>
-  void step() {
-    lines((kNumBytes + 63) / 64);
-  }
+  // The next `nbytes` bytes.
+  void step(int64_t nbytes) { lines((nbytes + 63) / 64); }
 
   // As many lines per step as make an end of all in `num_steps` steps.
   void pace(int64_t num_steps) {

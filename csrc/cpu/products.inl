@@ -55,7 +55,7 @@ __attribute__((always_inline)) inline Vec score_group(const Tile<E>& key, int t,
   };
   for (int pair = 0; pair < key.num_pairs; pair++) {
     accumulate(pair, [](const E* x) __attribute__((always_inline)) { return load_pair(x); });
-    if (prefetcher) prefetcher->step<int(kTokens * kPair * sizeof(E))>();
+    if (prefetcher) prefetcher->step(kTokens * kPair * sizeof(E));
   }
   if (key.tail)
     accumulate(key.num_pairs,
@@ -116,7 +116,7 @@ inline void weigh_columns(const Tile<E>& value, int first_pair, int begin, int e
     }
     // Whole lines: with less to a token's part, every other time.
     constexpr int kBytes = kPairs * kPair * sizeof(E);
-    if (prefetcher && (kBytes >= 64 || t % 2 != 0)) prefetcher->step<kBytes>();
+    if (prefetcher && (kBytes >= 64 || t % 2 != 0)) prefetcher->step(kBytes);
   }
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; r++)
@@ -149,11 +149,11 @@ void unpack(const Tile<T>& tile, int num_tokens, float* out, Prefetcher& prefetc
     store(out, y.a);
     store(out + kLanes, y.b);
     out += 2 * kLanes;
-    prefetcher.step<int(2 * kLanes * sizeof(T))>();
   };
   for (int t = 0; t < num_tokens; t++) {
     const T* x = tile.row(t);
     for (int pair = 0; pair < tile.num_pairs; pair++) put(load_pair(x + pair * 2 * kLanes));
     if (tile.tail) put(load_pair(x + tile.num_pairs * 2 * kLanes, tile.tail));
+    prefetcher.step((tile.num_pairs * 2 * kLanes + tile.tail) * int64_t(sizeof(T)));
   }
 }

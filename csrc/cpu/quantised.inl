@@ -2,18 +2,22 @@
 // Included inside the namespace of one instruction set, after its vector vocabulary, page_walk.inl and
 // scales.inl.
 
-// Elements of T's pair order from numbers in the tensor's order.
+// Numbers, or what belongs to them in the tensor's order, in T's pair order.
+template <class T, class Q, class... N>
+inline Pair load_as(const Q* x, N... n) {
+  if constexpr (dtype_of<T>::value == DType::bf16) {
+    return load_as_bf16(x, n...);
+  } else {
+    return load_pair(x, n...);
+  }
+}
 template <class T>
 inline Pair reorder(Pair x) {
-  return x;
-}
-template <>
-inline Pair reorder<bf16>(Pair x) {
-  return reorder_bf16(x);
+  return dtype_of<T>::value == DType::bf16 ? reorder_bf16(x) : x;
 }
 
-// The scales of a token's elements, a pair of vectors at a time: one for all,
-template <class Q>
+// The scales of a token's elements in T's pair order, a pair of vectors at a time: one for all,
+template <class T, class Q>
 struct RowScales {
   const Vec scale;
 
@@ -21,8 +25,8 @@ struct RowScales {
   Pair operator()(int) const { return {scale, scale}; }
 };
 // or of groups, whose sizes are multiples of 8.
-template <>
-struct RowScales<i4x2> {
+template <class T>
+struct RowScales<T, i4x2> {
   static constexpr int kPerPair = 2 * kLanes / 8;
   float eighths[kMaxHeadDim / 8 + kLanes];
 
@@ -34,7 +38,7 @@ struct RowScales<i4x2> {
       at = reinterpret_cast<const float*>(reinterpret_cast<const char*>(at) + view.stride_group);
     }
   }
-  Pair operator()(int pair) const { return broadcast_to_eights(eighths + pair * kPerPair); }
+  Pair operator()(int pair) const { return reorder<T>(broadcast_to_eights(eighths + pair * kPerPair)); }
 };
 
 // A tile as f32 in T's pair order, rows padded(dim) apart. Its first token is at `position`.
@@ -44,17 +48,17 @@ void unpack_quantised(const PageWalk& walk, const ScaleView& view, int64_t head,
   constexpr int kStep = 2 * kLanes / numbers_per_element(dtype_of<Q>::value);
   const int dim = tile.num_pairs * 2 * kLanes + tile.tail;
   for_each_scale(walk, view, head, position, position + num_tokens, [&](int t, const float* scale) {
-    const RowScales<Q> scales(view, scale, dim);
+    const RowScales<T, Q> scales(view, scale, dim);
     const auto put = [&](int pair, Pair x) {
-      const Pair by = scales(pair), y = reorder<T>({mul(x.a, by.a), mul(x.b, by.b)});
-      store(out, y.a);
-      store(out + kLanes, y.b);
+      const Pair by = scales(pair);
+      store(out, mul(x.a, by.a));
+      store(out + kLanes, mul(x.b, by.b));
       out += 2 * kLanes;
-      prefetcher.step<int(kStep * sizeof(Q))>();
     };
     const Q* x = tile.row(t);
-    for (int pair = 0; pair < tile.num_pairs; pair++) put(pair, load_pair(x + pair * kStep));
-    if (tile.tail) put(tile.num_pairs, load_pair(x + tile.num_pairs * kStep, tile.tail));
+    for (int pair = 0; pair < tile.num_pairs; pair++) put(pair, load_as<T>(x + pair * kStep));
+    if (tile.tail) put(tile.num_pairs, load_as<T>(x + tile.num_pairs * kStep, tile.tail));
+    prefetcher.step(row_nbytes(dtype_of<Q>::value, dim));
   });
 }
 

@@ -131,55 +131,78 @@ inline Pair load_pair(const bf16* x, int) { return split_bf16(_mm256_zextsi128_s
 inline void store_pair(bf16* x, Pair y) { _mm256_storeu_si256(reinterpret_cast<__m256i*>(x), join_bf16(y)); }
 inline void store_pair(bf16* x, Pair y, int) { store8(x, _mm256_castsi256_si128(join_bf16(y))); }
 
-// Quantised numbers, in the tensor's order. fp8 goes by way of f16: e5m2 is the upper byte of one; e4m3 moved
-// to its places is worth 2^-8 of what it stands for.
-inline Pair widen_i8(__m128i bytes) {
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)),
-          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(bytes, 8)))};
-}
-inline Pair load_pair(const i8* x) { return widen_i8(load8(x)); }
-inline Pair load_pair(const i8* x, int) {
-  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)))),
-          zero()};
-}
+// Quantised numbers, 16 bytes to a pair.
+inline __m128i load_bytes(const void* x) { return load8(x); }
+inline __m128i load_bytes(const void* x, int) { return _mm_loadl_epi64(static_cast<const __m128i*>(x)); }
 // Two int4 in a byte, each moved to a byte of its own.
-inline Pair widen_i4(__m128i x) {
+inline __m128i bytes_of_i4(__m128i x) {
   const __m128i words = _mm_cvtepu8_epi16(x), sign = _mm_set1_epi8(8);
   const __m128i bytes = _mm_or_si128(_mm_and_si128(words, _mm_set1_epi16(0x000f)),
                                      _mm_and_si128(_mm_slli_epi16(words, 4), _mm_set1_epi16(0x0f00)));
-  return widen_i8(_mm_sub_epi8(_mm_xor_si128(bytes, sign), sign));
+  return _mm_sub_epi8(_mm_xor_si128(bytes, sign), sign);
 }
-inline Pair load_pair(const i4x2* x) {
-  return widen_i4(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
+inline __m128i load_bytes(const i4x2* x) {
+  return bytes_of_i4(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(x)));
 }
-inline Pair load_pair(const i4x2* x, int) {
+inline __m128i load_bytes(const i4x2* x, int) {
   int32_t bytes;
   memcpy(&bytes, x, sizeof(bytes));
-  return {widen_i4(_mm_cvtsi32_si128(bytes)).a, zero()};
+  return bytes_of_i4(_mm_cvtsi32_si128(bytes));
 }
+
+// In the tensor's order,
+inline Pair in_order(i8, __m128i x) {
+  return {_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(x)),
+          _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_srli_si128(x, 8)))};
+}
+// and in that of bf16 pairs.
+inline Pair evens_and_odds(i8, __m128i x) {
+  const __m256i words = _mm256_cvtepi8_epi16(x);
+  return {_mm256_cvtepi32_ps(_mm256_srai_epi32(_mm256_slli_epi32(words, 16), 16)),
+          _mm256_cvtepi32_ps(_mm256_srai_epi32(words, 16))};
+}
+
+// fp8 goes by way of f16, from the upper bytes of words: e5m2 is that; e4m3 moved to its places is worth 2^-8
+// of what it stands for.
+inline Pair widen_words(f8e5m2, __m256i x) {
+  return {_mm256_cvtph_ps(_mm256_castsi256_si128(x)), _mm256_cvtph_ps(_mm256_extracti128_si256(x, 1))};
+}
+inline Pair widen_words(f8e4m3, __m256i x) {
+  const __m256i half = _mm256_and_si256(_mm256_srai_epi16(x, 1), _mm256_set1_epi16(int16_t(0xbf80)));
+  const __m256i greatest = _mm256_set1_epi16(0x3f80);
+  const __m256i nan = _mm256_cmpeq_epi16(_mm256_and_si256(half, greatest), greatest);
+  const Pair y = widen_words(f8e5m2{}, _mm256_or_si256(half, nan));
+  return {mul(y.a, broadcast(256.0f)), mul(y.b, broadcast(256.0f))};
+}
+template <class Q>
+inline Pair in_order(Q q, __m128i x) {
+  const __m256i places = _mm256_setr_epi8(-1, 0, -1, 1, -1, 2, -1, 3, -1, 4, -1, 5, -1, 6, -1, 7,  //
+                                          -1, 8, -1, 9, -1, 10, -1, 11, -1, 12, -1, 13, -1, 14, -1, 15);
+  return widen_words(q, _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(x), places));
+}
+template <class Q>
+inline Pair evens_and_odds(Q q, __m128i x) {
+  const __m256i places = _mm256_setr_epi8(-1, 0, -1, 2, -1, 4, -1, 6, -1, 8, -1, 10, -1, 12, -1, 14,  //
+                                          -1, 1, -1, 3, -1, 5, -1, 7, -1, 9, -1, 11, -1, 13, -1, 15);
+  return widen_words(q, _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(x), places));
+}
+
+// What a byte is, after load_bytes().
+f8e4m3 number_of(const f8e4m3*);
+f8e5m2 number_of(const f8e5m2*);
+i8 number_of(const i8*);
+i8 number_of(const i4x2*);
+template <class Q, class... N>
+inline auto load_pair(const Q* x, N... n) -> decltype(in_order(number_of(x), load_bytes(x, n...))) {
+  return in_order(decltype(number_of(x)){}, load_bytes(x, n...));
+}
+template <class Q, class... N>
+inline Pair load_as_bf16(const Q* x, N... n) {
+  return evens_and_odds(decltype(number_of(x)){}, load_bytes(x, n...));
+}
+
 // Each of two numbers in eight elements of a pair, in the tensor's order.
 inline Pair broadcast_to_eights(const float* x) { return {broadcast(x[0]), broadcast(x[1])}; }
-inline Vec widen_e5m2(__m128i words) { return _mm256_cvtph_ps(_mm_slli_epi16(words, 8)); }
-inline Vec widen_e4m3(__m128i words) {
-  const __m128i size = _mm_and_si128(words, _mm_set1_epi16(0x7f));
-  const __m128i sign = _mm_slli_epi16(_mm_andnot_si128(_mm_set1_epi16(0x7f), words), 8);
-  const __m128i nan = _mm_and_si128(_mm_cmpeq_epi16(size, _mm_set1_epi16(0x7f)), _mm_set1_epi16(0x7e00));
-  const __m128i half = _mm_or_si128(_mm_or_si128(sign, nan), _mm_slli_epi16(size, 7));
-  return mul(_mm256_cvtph_ps(half), broadcast(256.0f));
-}
-inline Pair load_pair(const f8e5m2* x) {
-  const __m256i words = _mm256_cvtepu8_epi16(load8(x));
-  return {widen_e5m2(_mm256_castsi256_si128(words)), widen_e5m2(_mm256_extracti128_si256(words, 1))};
-}
-inline Pair load_pair(const f8e4m3* x) {
-  const __m256i words = _mm256_cvtepu8_epi16(load8(x));
-  return {widen_e4m3(_mm256_castsi256_si128(words)), widen_e4m3(_mm256_extracti128_si256(words, 1))};
-}
-inline __m128i load_words(const void* x) {
-  return _mm_cvtepu8_epi16(_mm_loadl_epi64(static_cast<const __m128i*>(x)));
-}
-inline Pair load_pair(const f8e5m2* x, int) { return {widen_e5m2(load_words(x)), zero()}; }
-inline Pair load_pair(const f8e4m3* x, int) { return {widen_e4m3(load_words(x)), zero()}; }
 
 // From the tensor's order to that of bf16 pairs: even elements, odd ones.
 inline Pair reorder_bf16(Pair x) {

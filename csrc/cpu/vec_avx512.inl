@@ -199,3 +199,7 @@ inline Pair load_pair(const f8e4m3* x, int n) { return widen_e4m3(load_bytes(x, 
 inline Pair reorder_bf16(Pair x) {
   return {_mm512_shuffle_f32x4(x.a, x.b, 0x88), _mm512_shuffle_f32x4(x.a, x.b, 0xdd)};
 }
+template <class Q, class... N>
+inline Pair load_as_bf16(const Q* x, N... n) {
+  return reorder_bf16(load_pair(x, n...));
+}

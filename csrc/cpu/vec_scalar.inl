@@ -98,6 +98,10 @@ inline Pair load_pair(const i4x2* x, int) { return load_pair(x); }
 inline Pair broadcast_to_eights(const float* x) { return {broadcast(x[0]), broadcast(x[0])}; }
 // From the tensor's order, in which quantised pairs are, to that of bf16 pairs.
 inline Pair reorder_bf16(Pair x) { return x; }
+template <class Q, class... N>
+inline Pair load_as_bf16(const Q* x, N... n) {
+  return load_pair(x, n...);
+}
 
 template <class T>
 inline void store_pair(T* x, Pair y) {
