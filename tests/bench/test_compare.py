@@ -56,12 +56,16 @@ def test_every_case_is_checked_and_told(suite: str, setting: Setting) -> None:
         assert set(row["ratios"]) == set(row["others"]) and row["others"]
         for goal in row["goals"]:
             assert goal["met"] in (True, False) and math.isfinite(goal["measured"]["median"])
-    assert any(row["goals"] for row in rows)
+    # Without peers a prefill has a goal only where there are tiles.
+    has_goals = suite != "prefill" or "amx" in setting.isas
+    assert any(row["goals"] for row in rows) == has_goals
     if setting.limits is not None:
         assert all(row["limits"] for row in rows if suite != "overhead")
     assert json.loads(json.dumps(told)) == told
     text = compare.text(told)
-    assert all(row["case"] in text for row in rows) and ("met" in text) and "WRONG" not in text
+    assert (
+        all(row["case"] in text for row in rows) and ("met" in text or not has_goals) and "WRONG" not in text
+    )
     ElementTree.fromstring(chart.bars(told))  # well-formed
 
 
