@@ -281,3 +281,15 @@ def test_command_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert compare.main(arguments[:2] + arguments[2:7]) == 1
     with pytest.raises(SystemExit):
         compare.main(["--suite", "nothing"])
+
+
+def test_a_peer_that_ends_says_how(tmp_path: Path) -> None:
+    """vLLM's kernels may kill their process, as those for AVX-512 do on a machine without."""
+    interpreter = tmp_path / "python"
+    interpreter.write_text("#!/bin/sh\nexit 7\n")
+    interpreter.chmod(0o755)
+    setting = compare.make_setting(
+        arena_nbytes=4 * MIB, num_threads=1, peers=("vllm",), vllm_python=str(interpreter), shrink=64
+    )
+    assert not setting.peers.found and "exit status 7" in setting.peers.notes["vllm"]
+    setting.peers.close()
