@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -90,7 +91,8 @@ class VllmPeer(Peer):
 
     def close(self) -> None:
         if self._process.stdin:
-            self._process.stdin.close()  # which ends the worker's loop
+            with suppress(BrokenPipeError):  # it may have ended by itself
+                self._process.stdin.close()  # which ends the worker's loop
         try:
             self._process.wait(10)
         except subprocess.TimeoutExpired:
