@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from bench.gpu_part import Options, copy_bandwidth, us
+from bench.gpu_part import Options, copy_bandwidth, percent, us
+from bench.timing import significant
 
 
 def _decode_shapes(options: Options) -> list[Any]:
@@ -56,15 +57,15 @@ def decode(options: Options) -> dict[str, Any]:
         rows.append(
             {
                 "shape": str(shape),
-                "kv_mib": round(shape.kv_nbytes / 2**20, 2),
+                "kv_mib": significant(shape.kv_nbytes / 2**20, 4),
                 "us": us(ours.median),
                 "us_low_high": [us(ours.low), us(ours.high)],
-                "percent_of_copy": round(100 * shape.kv_nbytes / ours.median / bandwidth, 1),
+                "percent_of_copy": percent(shape.kv_nbytes, ours.median, bandwidth),
                 "sdpa_us": us(sdpa.median),
-                "error": float(f"{error:.2g}"),
+                "error": significant(error, 2),
             }
         )
-    return {"copy_gb_per_s": round(bandwidth / 1e9, 1), "rows": rows}
+    return {"copy_gb_per_s": significant(bandwidth / 1e9, 4), "rows": rows}
 
 
 def latent(options: Options) -> dict[str, Any]:
@@ -116,9 +117,9 @@ def latent(options: Options) -> dict[str, Any]:
             {
                 "heads": num_heads,
                 "us": us(timing.median),
-                "percent_of_copy": round(100 * nbytes / timing.median / bandwidth, 1),
-                "tflop_per_s": round(operations / timing.median / 1e12, 2),
-                "error": float(f"{error:.2g}"),
+                "percent_of_copy": percent(nbytes, timing.median, bandwidth),
+                "tflop_per_s": significant(operations / timing.median / 1e12, 3),
+                "error": significant(error, 2),
             }
         )
     return {"rows": rows}

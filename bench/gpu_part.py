@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from bench.timing import significant
+
 
 @dataclass(frozen=True)
 class Options:
@@ -44,4 +46,9 @@ def copy_bandwidth(options: Options) -> float:
 
 
 def us(seconds: float) -> float:
-    return round(seconds * 1e6, 1)
+    return significant(seconds * 1e6, 4)
+
+
+def percent(nbytes: int, seconds: float, bandwidth: float) -> float:
+    """What share of the limit moving so many bytes in this time is; tiny on the emulator, never zero."""
+    return significant(100 * nbytes / seconds / bandwidth, 3)

@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any
 
 from bench.gpu_decode import decode, latent
-from bench.gpu_part import Options, Part, copy_bandwidth, us
+from bench.gpu_part import Options, Part, copy_bandwidth, percent, us
+from bench.timing import significant
 
 ROOT = Path(__file__).parents[1]
 
@@ -227,7 +228,7 @@ def other_ops(options: Options) -> dict[str, Any]:
     found: dict[str, Any] = {
         name: {
             "us": us(timings[name].median),
-            "percent_of_copy": round(100 * count / timings[name].median / bandwidth, 1),
+            "percent_of_copy": percent(count, timings[name].median, bandwidth),
         }
         for name, count in nbytes.items()
     }
@@ -245,7 +246,7 @@ def other_ops(options: Options) -> dict[str, Any]:
     half_flops = 2 * prefill_len**2 * query.shape[1] * shape.head_dim  # causal: half of 4 * n^2 * h * d
     found["prefill"] = {
         "us": us(timings["prefill"].median),
-        "tflop_per_s": round(half_flops / timings["prefill"].median / 1e12, 2),
+        "tflop_per_s": significant(half_flops / timings["prefill"].median / 1e12, 3),
         "sdpa_us": us(sdpa.median),
     }
     return found
@@ -271,7 +272,7 @@ def swap(options: Options) -> dict[str, Any]:
         rounds=5,
     )
     nbytes = len(pairs) * device_pool[0].numel() * 2
-    return {f"{name}_gb_per_s": round(nbytes / t.median / 1e9, 1) for name, t in timings.items()}
+    return {f"{name}_gb_per_s": significant(nbytes / t.median / 1e9, 4) for name, t in timings.items()}
 
 
 def graph(options: Options) -> dict[str, Any]:
@@ -370,10 +371,10 @@ def batches(options: Options) -> dict[str, Any]:
         row_nbytes = 2 * inputs.key_cache[0, 0].numel() * inputs.key_cache.element_size()
         nbytes = int(inputs.seq_lens.sum()) * row_nbytes
         seconds = timings[name].median
-        share = round(100 * nbytes / seconds / bandwidth, 1)
+        share = percent(nbytes, seconds, bandwidth)
         rows.append({"batch": name, "us": us(seconds), "percent_of_copy": share})
     equal = [row["percent_of_copy"] for row in rows[:-1]]
-    return {"worst_over_best": round(min(equal) / max(equal), 3), "rows": rows}
+    return {"worst_over_best": significant(min(equal) / max(equal), 3), "rows": rows}
 
 
 def grid(options: Options) -> dict[str, Any]:
@@ -395,7 +396,7 @@ def grid(options: Options) -> dict[str, Any]:
                 if not error < (1e-4 if dtype == "float32" else 2e-2):
                     raise AssertionError(f"{shape}: wrong by {error} of the largest output")
                 timing = time_interleaved({"ours": inputs.decode}, device=options.device, rounds=3)["ours"]
-                row[f"page {page}"] = round(100 * shape.kv_nbytes / timing.median / bandwidth, 1)
+                row[f"page {page}"] = percent(shape.kv_nbytes, timing.median, bandwidth)
             rows.append(row)
     return {"rows": rows}
 

@@ -16,7 +16,7 @@ import torch
 import paged_ops
 from bench import timing
 from bench.case import Candidate, Case, Goal, Setting, Trial
-from bench.timing import Samples, Spread
+from bench.timing import Samples, Spread, significant
 
 Row = dict[str, Any]
 
@@ -105,7 +105,7 @@ def _measured(variant: str, trial: Trial, samples: Samples) -> dict[str, Any]:
     found: dict[str, Any] = {
         "seconds": own.as_dict(),
         "nbytes": ours.nbytes,
-        "gb_per_s": round(ours.nbytes / own.median / 1e9, 2),
+        "gb_per_s": significant(ours.nbytes / own.median / 1e9, 4),
         "others": {name: Spread.of(of).as_dict() for name, of in others.items()},
         "limits": [name for name in trial.others if trial.others[name].check is None],
         "ratios": {
@@ -118,7 +118,7 @@ def _measured(variant: str, trial: Trial, samples: Samples) -> dict[str, Any]:
         ],
     }
     if ours.operations:
-        found["tflops"] = round(ours.operations / own.median / 1e12, 3)
+        found["tflops"] = significant(ours.operations / own.median / 1e12, 4)
     return found
 
 
@@ -149,7 +149,7 @@ def goal_reached(goal: Goal, variant: str, trial: Trial, samples: Samples) -> di
         "measured": spread.as_dict(),
         "rounds": len(pairs),
         "disturbed": disturbed,
-        "of_best": float(f"{best:.5g}"),
+        "of_best": significant(best, 5),
         "met": goal.met(spread.median),
     }
 
@@ -172,6 +172,6 @@ def machine(setting: Setting) -> dict[str, Any]:
         "arena_mib": setting.arena.nbytes >> 20,
     }
     if setting.limits is not None:
-        found["multiply_add_gflops"] = round(setting.limits.multiply_add_rate() / 1e9, 1)
-        found["tile_tflops"] = round(setting.limits.tile_rate() / 1e12, 2)
+        found["multiply_add_gflops"] = significant(setting.limits.multiply_add_rate() / 1e9, 4)
+        found["tile_tflops"] = significant(setting.limits.tile_rate() / 1e12, 3)
     return found

@@ -15,6 +15,11 @@ from typing import Any
 Clock = Callable[[int, int], float]
 
 
+def significant(number: float, digits: int) -> float:
+    """Rounded to so many digits that say something: whatever the size, only zero becomes zero."""
+    return float(f"{number:.{digits}g}")
+
+
 @dataclass(frozen=True)
 class Timing:
     """Seconds per call over the rounds of one candidate."""
@@ -45,7 +50,7 @@ class Spread:
         return cls(median, q1, q3, min(numbers), max(numbers))
 
     def as_dict(self) -> dict[str, float]:
-        return {name: float(f"{value:.5g}") for name, value in asdict(self).items()}
+        return {name: significant(value, 5) for name, value in asdict(self).items()}
 
 
 def waited() -> float:

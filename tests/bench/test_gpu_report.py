@@ -9,8 +9,9 @@ from typing import Any
 
 import pytest
 
-from bench import gpu_parts, gpu_report
+from bench import gpu_decode, gpu_parts, gpu_report
 from bench.gpu_peers import NAIVE
+from paged_ops.testing.backends import use_backend
 
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("paged_ops._emulated") is None, reason="needs the emulated build"
@@ -39,6 +40,19 @@ def test_report_on_the_emulated_backend(tmp_path: Path) -> None:
     assert "| decode | ok |" in text and "percent_of_copy" in text
 
 
+@pytest.mark.parametrize("part", [gpu_parts.batches, gpu_parts.grid, gpu_parts.decode])
+def test_shares_of_a_limit_far_away_are_not_zero(part: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rounded to a tenth of a percent, a slow emulator's share was none, and a ratio of shares failed."""
+    for module in (gpu_parts, gpu_decode):
+        monkeypatch.setattr(module, "copy_bandwidth", lambda options: 1e15)
+    with use_backend("emulated"):
+        found = part(gpu_parts.Options("emulated", quick=True))
+    names = ("percent_of_copy", "page 1", "page 16")
+    shares = [row[name] for row in found["rows"] for name in names if name in row]
+    assert len(shares) >= len(found["rows"]) and all(0 < share < 0.01 for share in shares)
+    assert part is not gpu_parts.batches or 0 < found["worst_over_best"] <= 1
+
+
 def test_a_part_that_hangs_is_ended_and_told(tmp_path: Path) -> None:
     options = gpu_parts.Options("emulated", quick=True)
     result = gpu_report.supervise("decode", 0.2, options, tmp_path)
@@ -53,7 +67,6 @@ def test_a_part_that_fails_is_told(tmp_path: Path) -> None:
 
 def test_a_peer_that_is_wrong_is_told_and_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     from bench import gpu_peers
-    from paged_ops.testing.backends import use_backend
 
     def wrong(shape: object, inputs: object) -> object:
         right = gpu_peers.sdpa(shape, inputs)
