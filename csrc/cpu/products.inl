@@ -37,19 +37,35 @@ __attribute__((always_inline)) inline Vec score_group(const Tile<E>& key, int t,
 #pragma GCC unroll 16
   for (int i = 0; i < kLanes; i++) sums[i] = zero();
   const auto accumulate = [&](int pair, auto load_key) __attribute__((always_inline)) {
-    Pair q[kRows];
-#pragma GCC unroll 4
-    for (int r = 0; r < kRows; r++) {
+    const auto query_at = [&](int r) __attribute__((always_inline)) {
       const float* x = query + r * query_stride + pair * kPair;
-      q[r] = {load(x), load(x + kLanes)};
-    }
+      return Pair{load_once(x), load_once(x + kLanes)};
+    };
+    const auto key_at = [&](int j) __attribute__((always_inline)) { return load_key(k[j] + pair * kPair); };
+    const auto add_product = [&](int r, int j, Pair q, Pair x) __attribute__((always_inline)) {
+      Vec& sum = sums[r * kTokens + j];
+      sum = fma(q.b, x.b, fma(q.a, x.a, sum));
+    };
+    // Each is read once: the fewer stay in registers while the others pass.
+    if constexpr (kRows <= kTokens) {
+      Pair q[kRows];
+#pragma GCC unroll 4
+      for (int r = 0; r < kRows; r++) q[r] = query_at(r);
 #pragma GCC unroll 16
-    for (int j = 0; j < kTokens; j++) {
-      const Pair x = load_key(k[j] + pair * kPair);
+      for (int j = 0; j < kTokens; j++) {
+        const Pair x = key_at(j);
+#pragma GCC unroll 4
+        for (int r = 0; r < kRows; r++) add_product(r, j, q[r], x);
+      }
+    } else {
+      Pair x[kTokens];
+#pragma GCC unroll 16
+      for (int j = 0; j < kTokens; j++) x[j] = key_at(j);
 #pragma GCC unroll 4
       for (int r = 0; r < kRows; r++) {
-        Vec& sum = sums[r * kTokens + j];
-        sum = fma(q[r].b, x.b, fma(q[r].a, x.a, sum));
+        const Pair q = query_at(r);
+#pragma GCC unroll 16
+        for (int j = 0; j < kTokens; j++) add_product(r, j, q, x[j]);
       }
     }
   };

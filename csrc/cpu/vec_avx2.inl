@@ -12,6 +12,7 @@ struct Pair {
 inline Vec zero() { return _mm256_setzero_ps(); }
 inline Vec broadcast(float x) { return _mm256_set1_ps(x); }
 inline Vec load(const float* x) { return _mm256_loadu_ps(x); }
+inline Vec load_once(const float* x) { return *reinterpret_cast<const volatile Vec*>(x); }
 inline void store(float* x, Vec y) { _mm256_storeu_ps(x, y); }
 inline Vec add(Vec a, Vec b) { return _mm256_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm256_sub_ps(a, b); }

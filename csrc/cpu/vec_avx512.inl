@@ -12,6 +12,7 @@ struct Pair {
 inline Vec zero() { return _mm512_setzero_ps(); }
 inline Vec broadcast(float x) { return _mm512_set1_ps(x); }
 inline Vec load(const float* x) { return _mm512_loadu_ps(x); }
+inline Vec load_once(const float* x) { return load(x); }
 inline void store(float* x, Vec y) { _mm512_storeu_ps(x, y); }
 inline Vec add(Vec a, Vec b) { return _mm512_add_ps(a, b); }
 inline Vec sub(Vec a, Vec b) { return _mm512_sub_ps(a, b); }

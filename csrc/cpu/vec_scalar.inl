@@ -20,6 +20,8 @@ inline Vec load(const float* x) {
   memcpy(&y, x, sizeof(y));
   return y;
 }
+// The same where registers are few: into one, not read again at each use as compilers like to.
+inline Vec load_once(const float* x) { return load(x); }
 inline void store(float* x, Vec y) { memcpy(x, &y, sizeof(y)); }
 inline Vec add(Vec a, Vec b) { return a + b; }
 inline Vec sub(Vec a, Vec b) { return a - b; }
