@@ -24,14 +24,14 @@ class Prefetcher {
   void add(const char* base, int64_t num_tokens, int64_t stride_token, int64_t num_heads, int64_t stride_head,
            int64_t row_nbytes) {
     Piece piece{base, num_tokens, stride_token, num_heads, stride_head, row_nbytes};
-    if (piece.stride_inner == piece.nbytes) {
-      piece.nbytes *= piece.num_inner;
-      piece.num_inner = 1;
-    }
-    if (piece.stride_outer == piece.nbytes) {
-      piece.nbytes *= piece.num_outer;
-      piece.num_outer = 1;
-    }
+    const auto join = [&piece](int64_t& count, int64_t stride) {
+      if (stride != piece.nbytes) return;
+      piece.nbytes *= count;
+      count = 1;
+    };
+    join(piece.num_inner, piece.stride_inner);
+    join(piece.num_outer, piece.stride_outer);
+    join(piece.num_inner, piece.stride_inner);  // tokens that touch, and then heads
     num_lines_ += piece.num_outer * piece.num_inner * ((piece.nbytes + 63) / 64);
     pieces_[num_pieces_++] = piece;
     if (num_pieces_ == 1) enter();
@@ -39,6 +39,20 @@ class Prefetcher {
 
   // The next `nbytes` bytes.
   void step(int64_t nbytes) { lines((nbytes + 63) / 64); }
+
+  // The same between products: in the middle of a run little more than the instructions that ask for lines.
+  // What follows a run is found by a call, which costs the caller the vectors that it has in registers.
+  template <int kNumBytes>
+  __attribute__((always_inline)) void step() {
+    constexpr int kNumLines = (kNumBytes + 63) / 64;
+    const char* const at = at_;
+    if (end_ - at > kNumLines * 64) [[likely]] {
+      for (int i = 0; i < kNumLines; i++) __builtin_prefetch(at + i * 64, 0, kIntoL2);
+      at_ = at + kNumLines * 64;
+    } else {
+      lines(kNumLines);
+    }
+  }
 
   // As many lines per step as make an end of all in `num_steps` steps.
   void pace(int64_t num_steps) {
@@ -58,9 +72,12 @@ class Prefetcher {
     int64_t nbytes;
   };
 
-  void lines(int64_t count) {
+  // Said where it is wanted: GCC drops the calls of a function that does nothing but prefetch.
+  static constexpr int kIntoL2 = 2;
+
+  __attribute__((always_inline)) void lines(int64_t count) {
     for (; count > 0 && at_ != end_; count--) {
-      __builtin_prefetch(at_, 0, 2);  // into L2
+      __builtin_prefetch(at_, 0, kIntoL2);
       at_ += 64;
       if (at_ >= end_) next();
     }

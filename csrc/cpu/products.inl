@@ -71,7 +71,7 @@ __attribute__((always_inline)) inline Vec score_group(const Tile<E>& key, int t,
   };
   for (int pair = 0; pair < key.num_pairs; pair++) {
     accumulate(pair, [](const E* x) __attribute__((always_inline)) { return load_pair(x); });
-    if (prefetcher) prefetcher->step(kTokens * kPair * sizeof(E));
+    if (prefetcher) prefetcher->step<kTokens * kPair * sizeof(E)>();
   }
   if (key.tail)
     accumulate(key.num_pairs,
@@ -132,7 +132,7 @@ inline void weigh_columns(const Tile<E>& value, int first_pair, int begin, int e
     }
     // Whole lines: with less to a token's part, every other time.
     constexpr int kBytes = kPairs * kPair * sizeof(E);
-    if (prefetcher && (kBytes >= 64 || t % 2 != 0)) prefetcher->step(kBytes);
+    if (prefetcher && (kBytes >= 64 || t % 2 != 0)) prefetcher->step<kBytes>();
   }
 #pragma GCC unroll 4
   for (int r = 0; r < kRows; r++)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 import shutil
 import subprocess
 from concurrent.futures import ThreadPoolExecutor
@@ -136,3 +137,24 @@ def test_nothing_shared_is_compiled_for_one_instruction_set(name: str, tmp_path:
     weak = [line for line in listing.splitlines() if line[17:18] in "WVu"]
     assert weak, "the kernels themselves are templates: there must be weak symbols"
     assert [line for line in weak if namespace not in line] == []
+
+
+def test_prefetcher_asks_for_each_line_once(tmp_path: Path) -> None:
+    """However steps of a fixed size, of any size and the drain are mixed."""
+    program = tmp_path / "prefetcher"
+    flags = ["-std=c++20", "-O1", "-fsanitize=address,undefined", f"-I{CSRC}"]
+    subprocess.run(["g++", *flags, str(HERE / "prefetcher.cpp"), "-o", str(program)], check=True)
+    done = subprocess.run([program], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout) == (0, "all lines once\n"), done.stdout + done.stderr
+
+
+@pytest.mark.skipif(not X86, reason="other machines have no AVX2")
+def test_products_prefetch_as_compiled(tmp_path: Path) -> None:
+    """No result shows it when a compiler drops the calls of a function that does nothing but prefetch."""
+    target = tmp_path / "products.s"
+    flags = ["-std=c++20", "-O3", "-DNDEBUG", "-ffp-contract=off", *AVX2, f"-I{CSRC}"]
+    subprocess.run(["g++", *flags, "-S", str(HERE / "products.cpp"), "-o", str(target)], check=True)
+    functions = re.split(r"^(?=_Z\w+:)", target.read_text(), flags=re.MULTILINE)[1:]
+    products = [text for text in functions if re.match(r"_Z\w*?(5scoreI|13weigh_columnsI)", text)]
+    assert len(products) >= 12
+    assert [text.split(":")[0] for text in products if "prefetch" not in text] == []
