@@ -4,6 +4,8 @@
 
 Builds paged_ops._emulated with the sanitizers (in build/asan, again when csrc has changed), puts it beside
 copies of the package's other files, and starts the interpreter with the sanitizers' runtime loaded first.
+With PAGED_OPS_SANITIZE_ALL=1 it has the attention kernels of all types, else of those that differ in their
+types alone one.
 """
 
 from __future__ import annotations
@@ -22,6 +24,14 @@ REPOSITORY = Path(__file__).resolve().parents[2]
 SANITIZERS = "address,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero"
 
 
+def bindings() -> Path | str:
+    """Those of the project's last build, if nothing has changed since that they are made of."""
+    library = REPOSITORY / "build" / "emulated" / "libpaged_ops_bind.a"
+    sources = [path for path in (REPOSITORY / "csrc").rglob("*") if path.suffix in (".h", ".cpp")]
+    newest = max(path.stat().st_mtime for path in sources)
+    return library if library.exists() and library.stat().st_mtime > newest else ""
+
+
 def build(folder: Path) -> Path:
     """The sanitized module, built by the project's own CMakeLists.txt."""
     import pybind11
@@ -35,6 +45,8 @@ def build(folder: Path) -> Path:
         "-DPAGED_OPS_EMULATED=ON",
         "-DPAGED_OPS_CUDA=OFF",
         f"-DPAGED_OPS_SANITIZE={SANITIZERS}",
+        f"-DPAGED_OPS_SANITIZE_ALL={os.environ.get('PAGED_OPS_SANITIZE_ALL', '0')}",
+        f"-DPAGED_OPS_BIND_LIBRARY={bindings()}",
         f"-DPython_EXECUTABLE={sys.executable}",
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
     ]
