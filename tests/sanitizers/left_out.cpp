@@ -1,4 +1,4 @@
-// In place of kernels that the sanitized module is built without: they differ in their types alone from
+// In place of kernels that what is built with sanitizers does without: they differ in their types alone from
 // others that it has.
 #include <stdexcept>
 
@@ -7,7 +7,7 @@
 #define LEFT_OUT(T, Stored)                                                                             \
   template <>                                                                                           \
   void launch_attention<T, Stored>(const AttentionPlan&, const kernels::AttentionArgs&, cudaStream_t) { \
-    throw std::runtime_error("left out of the sanitized build, see CMakeLists.txt: " #T ", " #Stored);  \
+    throw std::runtime_error("left out of the sanitized build: " #T ", " #Stored);                      \
   }
 
 namespace paged_ops::launch {

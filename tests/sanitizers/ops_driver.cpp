@@ -429,7 +429,7 @@ const std::map<std::string, std::function<void()>> kOps{
        lengths[4] = lengths[590] = 20;
        attention(DType::f16, lengths, {}, 1, 1, 64, 16);
      }},
-    {"decode_bf16_wide", [] { attention(DType::bf16, {1100, 33}, {}, 1, 12, 128, 16); }},
+    {"decode_f16_wide", [] { attention(DType::f16, {1100, 33}, {}, 1, 12, 128, 16); }},
     // Warps that split the dims, of caches apart and of one.
     {"decode_f16_dims", [] { attention(DType::f16, {0, 17, 600}, {}, 1, 3, 320, 16); }},
     {"decode_f16_latent",
@@ -474,12 +474,11 @@ const std::map<std::string, std::function<void()>> kOps{
        const Rules rules{.tree = true};
        attention(DType::f32, {530, 20}, {24, 6}, 1, 2, 64, 7, false, false, &rules);
      }},
-    {"decode_f16_e4m3", [] { quantised(DType::f16, DType::f8e4m3, {70, 530}, {}, 1, 3, 128); }},
-    {"decode_bf16_int8_odd", [] { quantised(DType::bf16, DType::i8, {70, 530}, {}, 3, 2, 40); }},
-    {"decode_bf16_int4", [] { quantised(DType::bf16, DType::i4, {70, 530}, {}, 2, 2, 40); }},
+    {"decode_f16_int8", [] { quantised(DType::f16, DType::i8, {70, 530}, {}, 1, 3, 128); }},
+    {"decode_f16_int8_odd", [] { quantised(DType::f16, DType::i8, {70, 530}, {}, 3, 2, 40); }},
+    {"decode_f16_int4", [] { quantised(DType::f16, DType::i4, {70, 530}, {}, 2, 2, 40); }},
     {"decode_f32_int8", [] { quantised(DType::f32, DType::i8, {70, 530}, {}, 2, 2, 40); }},
-    {"prefill_f16_e4m3_split",
-     [] { quantised(DType::f16, DType::f8e4m3, {40, 530}, {20, 33}, 1, 4, 64, true); }},
+    {"prefill_f16_int8_split", [] { quantised(DType::f16, DType::i8, {40, 530}, {20, 33}, 1, 4, 64, true); }},
     {"prefill_f32", [] { attention(DType::f32, {9, 530, 20}, {9, 6, 20}, 1, 2, 64, 16); }},
     {"cache_write", cache_write},
     {"cache_quantise", cache_quantise},
