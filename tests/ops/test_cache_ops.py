@@ -163,9 +163,10 @@ def test_write_of_nothing(ops: HostOps) -> None:
         require_same_memory("value_cache", wanted.value_cache, actual.value_cache)
 
 
-def test_write_then_attend(ops: HostOps) -> None:
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_write_then_attend(ops: HostOps, dtype: str) -> None:
     """Tokens written one by one through slots are the ones that attention and gather read."""
-    case = Case((37,), dtype="float16", block_size=4, layout="pool HND")
+    case = Case((37,), dtype=dtype, block_size=4, layout="pool HND")
     given, written = build(case), build(case)
     keys, values, _ = ops.gather_kv_cache(
         given.key_cache, given.value_cache, given.block_tables, given.seq_lens
