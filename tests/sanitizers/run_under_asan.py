@@ -19,17 +19,12 @@ import tempfile
 from pathlib import Path
 
 REPOSITORY = Path(__file__).resolve().parents[2]
+sys.path.append(str(REPOSITORY / "tools"))
+from emulated_archive import BINDINGS, archive  # noqa: E402
+
 # What a GPU would do in these cases is as undefined as what a CPU does. Checks of every pointer and enum are
 # left out: they triple the time to compile the kernels.
 SANITIZERS = "address,alignment,bounds,shift,signed-integer-overflow,integer-divide-by-zero"
-
-
-def bindings() -> Path | str:
-    """Those of the project's last build, if nothing has changed since that they are made of."""
-    library = REPOSITORY / "build" / "emulated" / "libpaged_ops_bind.a"
-    sources = [path for path in (REPOSITORY / "csrc").rglob("*") if path.suffix in (".h", ".cpp")]
-    newest = max(path.stat().st_mtime for path in sources)
-    return library if library.exists() and library.stat().st_mtime > newest else ""
 
 
 def build(folder: Path) -> Path:
@@ -45,8 +40,8 @@ def build(folder: Path) -> Path:
         "-DPAGED_OPS_EMULATED=ON",
         "-DPAGED_OPS_CUDA=OFF",
         f"-DPAGED_OPS_SANITIZE={SANITIZERS}",
-        f"-DPAGED_OPS_SANITIZE_ALL={os.environ.get('PAGED_OPS_SANITIZE_ALL', '0')}",
-        f"-DPAGED_OPS_BIND_LIBRARY={bindings()}",
+        f"-DPAGED_OPS_ONE_OF_ALIKE={'OFF' if os.environ.get('PAGED_OPS_SANITIZE_ALL') == '1' else 'ON'}",
+        f"-DPAGED_OPS_BIND_LIBRARY={archive('paged_ops_bind', BINDINGS) or ''}",
         f"-DPython_EXECUTABLE={sys.executable}",
         f"-Dpybind11_DIR={pybind11.get_cmake_dir()}",
     ]
